@@ -9,7 +9,7 @@ QUESTION ?= Why is the sky blue? Answer in two sentences.
 # hundreds of processes import the same modules: what one has compiled, the others read
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --quiet --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: install demo test test-all fuzz fuzz-coverage faults check fix bench cycles overhead docs table clean
+.PHONY: install demo test test-all fuzz fuzz-coverage faults check fix bench cycles overhead docs table wheel clean
 
 install: $(INSTALLED)
 
@@ -38,9 +38,9 @@ fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(FUZZ)
 
 # which branches of the modules at the boundary they reach; needs the package coverage
-BOUNDARY := kinds weights/boundary weights/model_keys weights/folder weights/gguf weights/gguf_words weights/methods/* \
-	weights/expert_files weights/journal weights/verified models/config quant/gguf_blocks cache/prefix_disk run/calibration \
-	run/sampling run/tokenizer run/vocabulary run/ranks/parallel eval/state serve/body serve/failures
+BOUNDARY := validation weights/fields weights/formats/* weights/formats/methods/* weights/experts/packed_files \
+	weights/convert/journal weights/download/checksums models/config quant/gguf_blocks cache/prefix/disk engine/calibration \
+	engine/sampling tokenizer/tokenizer tokenizer/gguf_vocabulary distributed/parallel eval/state serve/transport/body serve/failures
 comma := ,
 space := $() $()
 fuzz-coverage: $(INSTALLED)
@@ -67,22 +67,26 @@ bench: $(INSTALLED)
 
 # what llvm-mca says of the CPU kernels' inner loops on processors that are not here; needs Debian's llvm-19, or newer
 cycles: $(INSTALLED)
-	$(BIN)/python -m auraflux.bench.cycles
+	$(BIN)/python -m bench.lab.cycles
 
 # what Python takes around the CPU kernels of each op, where steps are not replayed
 overhead: $(INSTALLED)
-	$(BIN)/python -m auraflux.bench.overhead
+	$(BIN)/python -m bench.lab.overhead
 
 # docs/cli.md, docs/ops.md and docs/kernels.md
 docs: $(INSTALLED)
-	$(BIN)/python -m auraflux.cli.manual docs
+	$(BIN)/python -m auraflux.cli.output.manual docs
 
 # docs/tested.json, docs/tested.md and the README's table: which families the tests hold to other libraries, in which formats
-TABLE := tests/models tests/weights/test_methods.py tests/weights/test_convert.py tests/weights/test_gguf.py \
-	tests/weights/test_gguf_models.py tests/weights/test_gguf_llama_cpp.py tests/run/test_smollm2.py tests/run/test_gemma3_270m.py
+TABLE := tests/models tests/weights/formats/test_methods.py tests/weights/convert/test_mlx_folder.py tests/weights/formats/test_gguf.py \
+	tests/weights/formats/test_gguf_models.py tests/weights/formats/test_gguf_llama_cpp.py tests/loading/test_smollm2.py tests/loading/test_gemma3_270m.py
 table: $(INSTALLED)
 	$(PYTEST) -m "not gpu" -p tests.tested --tested build/tested.json $(TABLE)
 	$(BIN)/python -m tests.tested build/tested.json
+
+# dist/*.whl and dist/*.tar.gz
+wheel: $(INSTALLED)
+	$(BIN)/python -m build
 
 # what building and testing leave behind; the environment stays
 clean:

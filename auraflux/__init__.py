@@ -1,23 +1,23 @@
 """Very large mixture-of-experts language models on modest machines.
 
-What a program may use, and nothing else, is in `__all__`:
+The public API is `__all__`:
 
-__version__     the version of this package
-AurafluxError   anything this package refuses to do; the three below are kinds of it
-BackendError    a backend was asked for that this machine or installation does not have
-FormatError     a weight format that does not exist or cannot hold the given data
-InputError      a tensor or option does not fit what the operation needs
+__version__     version of this package
+AurafluxError   base class of this package's errors; the next three are subclasses
+BackendError    the machine or the installation lacks the requested backend
+FormatError     a file or weight format is unknown or broken
+InputError      an argument, tensor or request is invalid
 QTensor         a quantized weight
-CacheSettings   how keys and values are kept, in full; `kv=` takes it or a short name
-ExpertSettings  how the experts of a packed model are kept, in full; `expert_memory=` takes it or a size
-LanguageModel   what `load` gives: generate, chat, logits, tokens
-exact           inside `with exact():` kernels multiply float32 activations, not int8 ones
-invariant       inside `with invariant():` CUDA kernels give a token the same bits in any company, as CPU kernels always do
-load            a model from a folder, a GGUF file or a name
-quantize        a dense weight as codes
-use_backend     inside `with use_backend("reference"):` ops run on that backend
+CacheSettings   settings of the KV cache; `load(kv=…)` takes them or a name such as "k4v4"
+ExpertSettings  settings of the expert cache; `load(expert_memory=…)` takes them or a size such as "4GB"
+LanguageModel   a loaded model: generate, chat, tokens, logits
+exact           context manager: kernels use float32 activations instead of int8 ones
+invariant       context manager: CUDA kernels are batch-invariant; CPU kernels always are
+load            load a model from a folder, a GGUF file or a name
+quantize        quantize a dense weight to a QTensor
+use_backend     context manager: run ops on a backend, such as "reference"
 
-Names that need torch are imported when they are first used, so that `import auraflux` and the command line start at once.
+Names that need torch are imported on first use, so that `import auraflux` and the command line start fast.
 """
 
 import importlib
@@ -27,13 +27,13 @@ from auraflux.errors import AurafluxError, BackendError, FormatError, InputError
 
 if TYPE_CHECKING:
     from auraflux.cache import CacheSettings
+    from auraflux.loading.language_model import LanguageModel
+    from auraflux.loading.load import load
     from auraflux.ops._dispatch import exact, invariant, use_backend
     from auraflux.quant import QTensor, quantize
-    from auraflux.run.language import LanguageModel
-    from auraflux.run.load import load
-    from auraflux.weights.expert_settings import ExpertSettings
+    from auraflux.weights.experts.settings import ExpertSettings
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AurafluxError",
@@ -54,12 +54,12 @@ __all__ = [
 
 _HOMES = {
     "CacheSettings": "auraflux.cache",
-    "ExpertSettings": "auraflux.weights.expert_settings",
-    "LanguageModel": "auraflux.run.language",
+    "ExpertSettings": "auraflux.weights.experts.settings",
+    "LanguageModel": "auraflux.loading.language_model",
     "QTensor": "auraflux.quant",
     "exact": "auraflux.ops._dispatch",
     "invariant": "auraflux.ops._dispatch",
-    "load": "auraflux.run.load",
+    "load": "auraflux.loading.load",
     "quantize": "auraflux.quant",
     "use_backend": "auraflux.ops._dispatch",
 }

@@ -1,11 +1,11 @@
-"""How the cache is kept unless a user says otherwise: settings that docs/quality.md has the evidence for."""
+"""Default settings of the KV cache; docs/quality.md has the evidence for them."""
 
 AUTO = "auto"
 KV = "k4v4"
-# The tiny models of these families bear four bits, too, but none of the real ones was measured. Others report that gpt-oss
-# reacts to any rounding of keys; a latent is the key and the value of all heads, and what is chosen by other keys is all coded.
-# DeepSeek V4's entries have no codes.
+# Tiny models of these families tolerate four bits, but no released one was measured. gpt-oss is reported to be sensitive to any
+# quantization of keys. A latent is key and value of all heads, and selected tokens are all quantized. DeepSeek V4 entries have
+# no quantized form.
 KV_OF = dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_linear", "gpt_oss", "qwen4_exp"), "k8v4") | {"deepseek_v4": "none"}
-# positions of coded layers that are read as they are: the first ones, and those nearest to a query
-FIRST, NEWEST = 1, 32
+# full-precision tokens of quantized layers: the first ones, and those nearest to a query
+SINK_TOKENS, RECENT_WINDOW = 1, 32
 CALIBRATE = AUTO

@@ -5,22 +5,22 @@ AurafluxError
 ├── FormatError     a weight format that does not exist or cannot hold the given data (also a ValueError)
 ├── SettingsError   a setting that cannot be honoured (also a ValueError)
 ├── TemplateError   a chat template is missing, broken or refuses the messages (also a ValueError)
-├── FetchError      a model could not be fetched (also a RuntimeError)
-├── ExpertError     an expert could not be read from disk, or is not what was written there (also a RuntimeError)
-├── BusyError       so many requests wait that another is refused; later it may be taken (also a RuntimeError)
-├── CacheError      a cache has no room (also a RuntimeError)
+├── FetchError      a model could not be downloaded (also a RuntimeError)
+├── ExpertError     an expert could not be read from disk, or its checksum is wrong (also a RuntimeError)
+├── BusyError       the queue is full; a later request may be accepted (also a RuntimeError)
+├── CacheError      the KV cache is full (also a RuntimeError)
 │   ├── ContextError  a sequence would grow past the context limit
-│   └── CacheFull     no page or no place for a sequence is free
-└── BackendError    a backend was asked for that this machine or installation does not have (also a RuntimeError)
+│   └── CacheFull     no page or no sequence slot is free
+└── BackendError    the requested backend is not available on this machine or installation (also a RuntimeError)
     ├── DeviceMemoryError  a GPU has no memory left
-    └── RankError          one of the processes that run a model together is gone, or does not answer
+    └── RankError          a rank of a distributed model is gone or does not answer
 
-The command line turns each of them into one sentence and exit code 1.
+The command line prints each of them as one sentence and exits with code 1.
 """
 
 
 class AurafluxError(Exception):
-    """Anything this package refuses to do."""
+    """Base class of all errors of this package."""
 
 
 class InputError(AurafluxError, ValueError):
@@ -40,7 +40,7 @@ class TemplateError(AurafluxError, ValueError):
 
 
 class FetchError(AurafluxError, RuntimeError):
-    """A model could not be fetched."""
+    """A model could not be downloaded."""
 
 
 class ExpertError(AurafluxError, RuntimeError):
@@ -52,7 +52,7 @@ class BusyError(AurafluxError, RuntimeError):
 
 
 class CacheError(AurafluxError, RuntimeError):
-    """A cache has no room."""
+    """The KV cache is full."""
 
 
 class ContextError(CacheError):
@@ -60,11 +60,11 @@ class ContextError(CacheError):
 
 
 class CacheFull(CacheError):
-    """Nothing is free in the cache."""
+    """No page or sequence slot is free."""
 
 
 class BackendError(AurafluxError, RuntimeError):
-    """A backend is not there."""
+    """A backend is not available."""
 
 
 class DeviceMemoryError(BackendError):
@@ -72,4 +72,4 @@ class DeviceMemoryError(BackendError):
 
 
 class RankError(BackendError):
-    """A rank is gone, or does not answer."""
+    """A rank is gone or does not answer."""

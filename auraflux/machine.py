@@ -1,4 +1,4 @@
-"""What the machine is: read from the system, without importing torch or numba."""
+"""Facts about the machine, read from the system without importing torch or numba."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ from auraflux.errors import SettingsError
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-USUAL_CACHE_NBYTES = 32 << 20  # where the system does not say
+USUAL_CACHE_NBYTES = 32 << 20  # if the system reports none
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Machine:
 
     @property
     def slug(self) -> str:
-        """A file name for results: what the processor calls itself, and how many cores."""
+        """File name for results: the processor's name and the number of cores."""
         words = re.sub(r"\(.*?\)|processor|cpu|@.*", " ", self.cpu.lower())
         return "-".join([*re.findall(r"[a-z0-9]+", words), self.architecture, f"{self.cores}-cores"])
 
@@ -42,12 +42,12 @@ def this_machine() -> Machine:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_nbytes() -> int:
-    """Memory that can be taken without pushing anything out."""
+    """Return the memory that can be allocated without swapping or evicting anything."""
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
@@ -55,12 +55,12 @@ def free_nbytes() -> int:
 
 
 def is_out_of_memory(err: BaseException) -> bool:
-    """Whether an error says that main memory ended; torch has no class for that."""
+    """Return whether an error means that main memory is exhausted; torch has no class for it."""
     return isinstance(err, MemoryError) or (isinstance(err, RuntimeError) and "can't allocate memory" in str(err))
 
 
 def cache_home() -> Path:
-    """The user's cache folder, as the XDG base directory specification has it: a value that is no absolute path is ignored."""
+    """Return the user's cache folder by the XDG base directory specification, which ignores relative paths."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(named):
         return Path(named)
@@ -71,7 +71,7 @@ def cache_home() -> Path:
 
 
 def cache_folder() -> Path:
-    """Where this package keeps what it can make again."""
+    """Return the folder for data that this package can rebuild."""
     named = os.environ.get("AURAFLUX_CACHE")
     if named and not os.path.isabs(named):
         raise SettingsError(f"AURAFLUX_CACHE={named!r} is not an absolute path.")
@@ -79,18 +79,18 @@ def cache_folder() -> Path:
 
 
 def load() -> float:
-    """How many processes wanted a core, on the average of the last minute."""
+    """Return the load average of the last minute."""
     return os.getloadavg()[0]
 
 
 def last_cache_nbytes(folder: Path = CACHES) -> int:
-    """Size of the largest cache the first core sees."""
+    """Return the size of the largest cache of the first core."""
     sizes = [_parse_size(text) for path in folder.glob("index*/size") for text in _lines(path)]
     return max(sizes, default=USUAL_CACHE_NBYTES)
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """Installed versions; None for a package that is not there."""
+    """Return installed versions; None for a missing package."""
     found: dict[str, str | None] = {}
     for name in packages:
         try:
@@ -105,7 +105,7 @@ def _cpu_name() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     try:
-        # ARM's /proc/cpuinfo holds numbers only; llvm knows what they mean
+        # ARM's /proc/cpuinfo has part numbers only; LLVM maps them to names
         from llvmlite import binding
 
         return binding.get_host_cpu_name()

@@ -1,8 +1,8 @@
 #!/bin/sh
-# One model on several ranks, started by torchrun: deploy/torchrun.sh MODEL [--port 8000 ...]
-# On one machine as it is. On several, run it on each with NODES=2 and the address of the first: MEET=10.0.0.1:29500.
-# WAY is one way for all ranks, or several that are combined, with their numbers: PER_NODE=4 WAY=pipeline=2,experts=2.
-# Ranks trust everybody on their network, and torchrun's meeting place listens on all of it: use one that only they are on.
+# Run a model on several ranks with torchrun: deploy/torchrun.sh MODEL [--port 8000 ...]
+# On several machines, run it on each with NODES=2 and the rendezvous on the first: MEET=10.0.0.1:29500.
+# WAY is the parallel layout: one mode for all ranks, or a combination: PER_NODE=4 WAY=pipeline=2,experts=2.
+# Use a private network: ranks trust it, and torchrun's rendezvous listens on all addresses.
 set -eu
 : "${WAY:=pipeline}" "${NODES:=1}" "${PER_NODE:=2}" "${MEET:=127.0.0.1:0}" "${PYTHON:=python3}" "${COMMAND:=serve}"
 case $WAY in *=*) ;; *) WAY=$WAY=$((NODES * PER_NODE)) ;; esac

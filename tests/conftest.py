@@ -1,4 +1,4 @@
-"""Tests marked `gpu` are skipped, and say why, where torch finds no GPU; there Triton's kernels run in its interpreter."""
+"""Skips tests marked `gpu` without a GPU, and then runs Triton kernels in the interpreter."""
 
 import gc
 import os
@@ -6,24 +6,24 @@ from collections import Counter
 from collections.abc import Iterator
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # workers share the cores: whoever waits there must not spin. Read when the first library with threads is loaded
+    # workers share the cores, so waiting threads must not spin; read when OpenMP is loaded
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
 
-# read when a kernel is first imported, so before any test module is
+# read when a kernel is first imported, so set before any test module is
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-# files of few tests that take minutes: begun last, they would keep one worker busy when all others are done
+# files of few, slow tests start first, so that no worker runs them alone at the end
 LONG = ("test_cuda_compile.py",)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Iterator[None]:
-    """Do not search in vain for garbage among all that is imported here and stays until the end."""
+    """Exempt objects created at import from garbage collection: they live until the end."""
     gc.disable()
     try:
         return (yield)

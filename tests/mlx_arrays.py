@@ -1,4 +1,4 @@
-"""Moving arrays between torch and mlx."""
+"""Conversion of arrays between torch and mlx."""
 
 import mlx.core as mx
 import numpy as np

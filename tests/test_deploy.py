@@ -1,4 +1,4 @@
-"""The examples in deploy/ are what they say: configs that Ray Serve takes, YAML that Kubernetes could, a torchrun that runs."""
+"""The examples in deploy/ work: Ray Serve accepts the configs, the YAML is valid, torchrun starts."""
 
 import os
 import signal
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from auraflux.cli.serve_options import SERVING
-from tests.run.tiny import tiny
+from auraflux.cli.options.serve import SERVING
+from tests.engine.tiny import tiny
 
 yaml = pytest.importorskip("yaml", reason="the examples are YAML: pip install pyyaml")
 DEPLOY = Path(__file__).parents[1] / "deploy"
@@ -39,13 +39,13 @@ def test_arguments_are_options_of_the_command(config: dict[str, Any]):
     [application] = config["applications"]
     assert application["import_path"] == "auraflux.cli.serve_ray:application"
     assert set(application["args"]) <= known
-    assert {each["name"] for each in application["deployments"]} <= {"Model", "Door"}
+    assert {each["name"] for each in application["deployments"]} <= {"Model", "ReplicaRouter"}
 
 
-def test_other_machines_are_let_in_only_with_a_key():
-    alone, cluster = configs()
-    assert alone["http_options"]["host"] == "127.0.0.1"
-    assert "host" not in alone["applications"][0]["args"]
+def test_remote_access_requires_an_api_key():
+    single_process_output, cluster = configs()
+    assert single_process_output["http_options"]["host"] == "127.0.0.1"
+    assert "host" not in single_process_output["applications"][0]["args"]
     service, policy = kubernetes()
     assert cluster["applications"][0]["args"]["host"] == "0.0.0.0"
     groups = [service["spec"]["rayClusterConfig"]["headGroupSpec"], *service["spec"]["rayClusterConfig"]["workerGroupSpecs"]]
@@ -58,28 +58,38 @@ def test_other_machines_are_let_in_only_with_a_key():
     assert policy["spec"]["ingress"][1]["ports"] == [{"port": cluster["http_options"]["port"]}]
 
 
-# ray's own modules warn when they are imported
+# importing ray emits warnings
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("config", configs(), ids=["serve.yaml", "kuberay.yaml"])
-def test_serve_takes_the_config(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_ray_serve_accepts_the_config(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("ray.serve", reason="needs ray: pip install 'auraflux[ray]'")
-    from ray.serve._private.build_app import build_app
+    from ray import serve
     from ray.serve.schema import ServeDeploySchema
 
     from auraflux.cli.serve_ray import application
 
     [described] = ServeDeploySchema.model_validate(config).applications
     monkeypatch.setenv("AURAFLUX_API_KEY", "a key")
-    made = build_app(application(described.args), name=described.name)
-    assert [each.name for each in made.deployments] == ["Model", "Door"]
-    model = next(each for each in made.deployments if each.name == "Model")
-    assert model.max_ongoing_requests == described.args["parallel"]
-    assert model._deployment_config.autoscaling_config.max_replicas == 4
+    made, make = {}, serve.deployment
+
+    def noted(*args: Any, **options: Any) -> Any:
+        made[options["name"]] = options, make(*args, **options)
+        return made[options["name"]][1]
+
+    monkeypatch.setattr(serve, "deployment", noted)
+    assert isinstance(application(described.args), serve.Application)
+    assert {name: deployment.name for name, (_, deployment) in made.items()} == {
+        "Model": "Model",
+        "ReplicaRouter": "ReplicaRouter",
+    }
+    options, model = made["Model"]
+    assert model.max_ongoing_requests == described.args["max-sequences"]
+    assert options["autoscaling_config"].max_replicas == 4
 
 
 @pytest.mark.slow
-def test_versions_agree():
+def test_ray_versions_match():
     ray = pytest.importorskip("ray", reason="needs ray: pip install 'auraflux[ray]'")
     pinned = f"ray=={kubernetes()[0]['spec']['rayClusterConfig']['rayVersion']}"
     assert pinned in (DEPLOY.parent / "constraints.txt").read_text().splitlines()
@@ -88,51 +98,53 @@ def test_versions_agree():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mixture", "asked"), [(False, {}), (True, {"PER_NODE": "4", "WAY": "pipeline=2,experts=2"})], ids=["pipeline", "combined"]
+    ("mixture", "settings"),
+    [(False, {}), (True, {"PER_NODE": "4", "WAY": "pipeline=2,experts=2"})],
+    ids=["pipeline", "combined"],
 )
-def test_torchrun_runs(mixture: bool, asked: dict[str, str]):
+def test_torchrun_runs(mixture: bool, settings: dict[str, str]):
     model = str(tiny(mixture=mixture))
-    with torchrun(model, asked) as started:
-        written, said = started.communicate(timeout=400)
-    assert started.returncode == 0, said
-    assert written == alone(model)
+    with torchrun(model, settings) as started:
+        output, errors = started.communicate(timeout=400)
+    assert started.returncode == 0, errors
+    assert output == single_process_output(model)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds a rank by what /proc says of processes")
-def test_torchrun_starts_ranks_again():
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds a rank by its environment in /proc")
+def test_torchrun_restarts_ranks():
     model = str(tiny())
     with torchrun(model, {}) as started:
         os.kill(process_with(b"RANK=1", b"TORCHELASTIC_RESTART_COUNT=0", model.encode()), signal.SIGKILL)
-        written, said = started.communicate(timeout=400)
-    assert started.returncode == 0, said
-    # what the first ones had written may be there too
-    assert written.endswith(alone(model))
+        output, errors = started.communicate(timeout=400)
+    assert started.returncode == 0, errors
+    # the output of the first ranks may precede it
+    assert output.endswith(single_process_output(model))
 
 
 OPTIONS = ["--prompt", "hello", "--max-tokens", "4", "--device", "cpu", "--calibrate", "off", "--temperature", "0"]
 
 
-def torchrun(model: str, asked: dict[str, str]) -> "subprocess.Popen[str]":
-    # several processes share what cores there are
-    setting = {**os.environ, "PYTHON": sys.executable, "COMMAND": "generate", "OMP_NUM_THREADS": "1", **asked}
+def torchrun(model: str, settings: dict[str, str]) -> "subprocess.Popen[str]":
+    # several processes share the cores
+    setting = {**os.environ, "PYTHON": sys.executable, "COMMAND": "generate", "OMP_NUM_THREADS": "1", **settings}
     how: dict[str, Any] = {"env": setting, "cwd": DEPLOY.parent, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([str(DEPLOY / "torchrun.sh"), model, *OPTIONS], text=True, **how)
 
 
-def alone(model: str) -> str:
+def single_process_output(model: str) -> str:
     command = [sys.executable, "-m", "auraflux", "generate", model, *OPTIONS]
     return subprocess.run(command, cwd=DEPLOY.parent, capture_output=True, text=True, timeout=400).stdout
 
 
-def process_with(*words: bytes) -> int:
-    """Wait for a process that has these in its environment or its command."""
+def process_with(*strings: bytes) -> int:
+    """Wait for a process with these strings in its environment or command line; return its id."""
     ends = time.monotonic() + 200
     while time.monotonic() < ends:
         for each in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                said = b"\0".join((each / name).read_bytes() for name in ("environ", "cmdline")).split(b"\0")
-                if set(words) <= set(said):
+                errors = b"\0".join((each / name).read_bytes() for name in ("environ", "cmdline")).split(b"\0")
+                if set(strings) <= set(errors):
                     return int(each.name)
         time.sleep(0.1)
-    raise AssertionError(f"no process has {words}")
+    raise AssertionError(f"no process has {strings}")

@@ -1,16 +1,15 @@
-"""Which families were held to somebody else's truth, in which formats, on which backends; and the pages that say so.
+"""A pytest plugin that records which families, formats and backends were compared with other libraries, and the generated page.
 
-    pytest -p tests.tested --tested FOUND.json ...   notes it for every test that passes
-    python -m tests.tested FOUND.json                puts it in the place of what docs/tested.json says of the CPU
-    python -m tests.tested --merge FOUND.json        adds it, such as what was found on a GPU
+    pytest -p tests.tested --tested FOUND.json ...   record every passing test
+    python -m tests.tested FOUND.json                replace the CPU results in docs/tested.json
+    python -m tests.tested --merge FOUND.json        add results, such as those of a GPU
 
-A test counts for all models that it, or a fixture of its, has loaded, if it has also heard an oracle: a function marked
-with `outside`. `make table` runs what is needed and writes docs/tested.md and the table in the README.
+A test counts for all models that it or its fixtures loaded, if it also called an oracle: a function decorated with
+`external_oracle`. `make table` runs the tests and writes docs/tested.md.
 """
 
 import argparse
 import json
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -22,37 +21,36 @@ import pytest
 Found = dict[str, dict[str, dict[str, list[str]]]]  # family -> format -> backend -> oracles
 Function = TypeVar("Function", bound=Callable[..., Any])
 ROOT = Path(__file__).parent.parent
-KEPT, PAGE, README = ROOT / "docs" / "tested.json", ROOT / "docs" / "tested.md", ROOT / "README.md"
-BEGIN, END = "<!-- tested -->", "<!-- /tested -->"
-HERE = {"cpu", "reference"}  # backends that `make table` runs on any machine
-# the columns, and what formats of each begin with
-COLUMNS = ("dense", "rounded", "MLX", "packed", "AWQ", "GPTQ", "compressed-tensors", "FP8", "ModelOpt", "MXFP4", "GGUF")
+RESULTS, PAGE = ROOT / "docs" / "tested.json", ROOT / "docs" / "tested.md"
+CPU_BACKENDS = {"cpu", "reference"}  # backends that `make table` runs on any machine
+# table columns, which are prefixes of format names
+COLUMNS = ("dense", "quantized", "MLX", "packed", "AWQ", "GPTQ", "compressed-tensors", "FP8", "ModelOpt", "MXFP4", "GGUF")
 
 _loads: set[tuple[str, str, str]] = set()
 _oracles: set[str] = set()
-# what the fixtures that are set up have loaded and heard, by their names
+# loads and oracles of each fixture, by name
 _fixtures: dict[str, tuple[set[tuple[str, str, str]], set[str]]] = {}
 
 
-def outside(oracle: str) -> Callable[[Function], Function]:
-    """Mark a function that gives the numbers of somebody else's library."""
+def external_oracle(oracle: str) -> Callable[[Function], Function]:
+    """Mark a function that returns results of another library."""
 
-    def mark(function: Function) -> Function:
+    def decorator(function: Function) -> Function:
         @wraps(function)
-        def told(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             _oracles.add(oracle)
             return function(*args, **kwargs)
 
-        return told  # type: ignore[return-value]
+        return recorded  # type: ignore[return-value]
 
-    return mark
+    return decorator
 
 
 def formats(weights: Any) -> set[str]:
-    """How a checkpoint's weights are stored, each format in a few words."""
+    """Return short names of the weight formats of a checkpoint."""
     checkpoint, config = weights.checkpoint, weights.checkpoint.config
     if checkpoint.form == "gguf":
-        from auraflux.weights.gguf import DENSE
+        from auraflux.weights.formats.gguf import DENSE
 
         kinds = set(checkpoint.formats.values())
         return {f"GGUF {kind}" for kind in kinds - DENSE or {"dense"}}
@@ -62,21 +60,21 @@ def formats(weights: Any) -> set[str]:
         mode = checkpoint.quantization.get("mode", "affine")
         return {f"MLX {checkpoint.quantization['bits']} bits" if mode == "affine" else f"MLX {mode}"}
     if checkpoint.method is not None:
-        held = (checkpoint.held(name) for name in checkpoint.sizes())
-        return {_brief(checkpoint.method.title, each.label) for each in held if each is not None}
+        stored_format = (checkpoint.stored_format(name) for name in checkpoint.sizes())
+        return {_brief(checkpoint.method.title, each.label) for each in stored_format if each is not None}
     if config.get("quantization_config", {}).get("quant_method") == "mxfp4":
         return {"MXFP4"}
-    return {"dense" if weights.bits is None else f"rounded to {weights.bits} bits"}
+    return {"dense" if weights.bits is None else f"quantized to {weights.bits} bits"}
 
 
 def _brief(title: str, label: str) -> str:
-    """A method's name and what it has made of a weight, without the sizes of groups."""
+    """Return a method's name and format without the group size."""
     found = label.split(",")[0].removeprefix(title).strip()
     return f"{title} {found}".strip()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tested", type=Path, metavar="FILE", help="write what passing tests held to oracles")
+    parser.addoption("--tested", type=Path, metavar="FILE", help="write the comparisons of passing tests with oracles")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,12 +82,12 @@ def pytest_configure(config: pytest.Config) -> None:
     from auraflux.ops import _dispatch
     from auraflux.weights.loader import Weights
 
-    checked = Weights.done
+    checked = Weights.check_loaded
 
-    def done(weights: Weights) -> None:
+    def check_loaded(weights: Weights) -> None:
         checked(weights)
         if type(weights) is not Weights:
-            # what converts or packs takes tensors like a model, and runs none
+            # `convert` and `pack` load tensors without running a model
             return
         backend = _dispatch._forced.get() or weights.device.type
         if backend == "cuda" and weights.device.type == "cpu":
@@ -97,7 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
         family = text_type(weights.checkpoint.config)
         _loads.update((family, each, backend) for each in formats(weights))
 
-    Weights.done = done  # type: ignore[method-assign]
+    Weights.check_loaded = check_loaded  # type: ignore[method-assign]
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Collector(config.getoption("tested")))
 
@@ -123,13 +121,13 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     used = [_fixtures[name] for name in getattr(item, "fixturenames", ()) if name in _fixtures]
     loads, oracles = _loads.union(*(each[0] for each in used)), _oracles.union(*(each[1] for each in used))
     if loads and oracles:
-        # what a worker of xdist tells of a test goes with its report
+        # xdist workers send it with the test report
         item.user_properties.append(("tested", [[*load, oracle] for load in sorted(loads) for oracle in sorted(oracles)]))
     return found
 
 
 class _Collector:
-    """Gathers what the reports of passing tests say, from all workers, and writes it."""
+    """Collects the records of passing tests from all workers and writes them."""
 
     def __init__(self, path: Path | None):
         self.path, self.found = path, nested()
@@ -151,7 +149,7 @@ def nested() -> Any:
 
 
 def add(found: Any, rows: Any) -> None:
-    """Note triples and their oracles, each once."""
+    """Add rows of family, format, backend and oracle without duplicates."""
     for family, form, backend, oracle in rows:
         oracles = found[family][form][backend]
         oracles[:] = sorted({*oracles, oracle})
@@ -168,12 +166,12 @@ def as_json(found: Found) -> str:
     return json.dumps(found, indent=1, sort_keys=True) + "\n"
 
 
-def joined(kept: Found, found: Found, merge: bool) -> Found:
-    """What is known once something was found; unless merged, it takes the place of all that was known of a CPU."""
-    whole = nested()
-    add(whole, (row for row in rows_of(kept) if merge or row[2] not in HERE))
-    add(whole, rows_of(found))
-    return json.loads(as_json(whole))
+def merge_results(stored: Found, found: Found, merge: bool) -> Found:
+    """Combine stored and new results; unless `merge`, new results replace the stored CPU results."""
+    merged = nested()
+    add(merged, (row for row in rows_of(stored) if merge or row[2] not in CPU_BACKENDS))
+    add(merged, rows_of(found))
+    return json.loads(as_json(merged))
 
 
 def column(form: str) -> str:
@@ -181,7 +179,7 @@ def column(form: str) -> str:
 
 
 def cell(backends: set[str]) -> str:
-    """The backends of a cell; the reference is named where no kernel has run."""
+    """Format the backends of a cell; name the reference only where no kernel ran."""
     shown = [name for name in ("cpu", "cuda", "interpreted") if name in backends]
     return ", ".join(shown or (["reference"] if backends else []))
 
@@ -206,18 +204,17 @@ def by_format(found: Found) -> str:
         oracles = sorted({oracle for backends in families.values() for each in backends.values() for oracle in each})
         backends = cell({name for each in families.values() for name in each})
         rows.append([form, backends, ", ".join(oracles), ", ".join(f"`{family}`" for family in families)])
-    return table(["format", "backends", "held to", "`model_type`"], rows)
+    return table(["format", "backends", "compared with", "`model_type`"], rows)
 
 
 def page(found: Found) -> str:
     return f"""\
 # What was tested
 
-Every mark stands for a test that passed: it loaded a model of the family, in the format, on the backend, and held its
-numbers to another library's. `make table` writes this page; marks of `cuda` come from a machine with a GPU, see
-[CONTRIBUTING](../CONTRIBUTING.md). Blank is what no such test has run, which may work all the same: formats are read before
-families, and most tests of formats take a small one that has what they need. `reference` is where only the definitions of
-ops have run, no kernel.
+Every entry stands for a passing test that loaded a model of the family, in the format, on the backend, and compared its
+results with another library. `make table` generates this page; `cuda` entries come from a machine with a GPU, see
+[CONTRIBUTING](../CONTRIBUTING.md). Blank combinations are untested and may still work: weight formats are independent of model
+families, and most format tests use one small family. `reference` means that only the reference ops ran, no kernel.
 
 {by_family(found)}
 
@@ -227,38 +224,15 @@ ops have run, no kernel.
 """
 
 
-def short(found: Found) -> str:
-    """The README's table: for each format, the families it was tested with; formats of the same families share a row."""
-    rows: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for each in COLUMNS:
-        tested = [(family, set(found[family][form])) for family in found for form in found[family] if column(form) == each]
-        here, there = ({family for family, ran in tested if ran & backends} for backends in (HERE, {"cuda"}))
-        rows[named(here, set(found)), named(there, set(found))].append(each)
-    return table(["weights", "CPU", "GPU"], [[", ".join(names), *cells] for cells, names in rows.items()])
-
-
-def named(families: set[str], every: set[str]) -> str:
-    """Some families by name, or which are missing where these are fewer."""
-    missing = every - families
-    if not families or len(families) <= len(missing):
-        return ", ".join(sorted(families))
-    return "all but " + ", ".join(sorted(missing)) if missing else f"all {len(every)}"
-
-
-def with_table(readme: str, found: Found) -> str:
-    return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{short(found)}\n{END}", readme, flags=re.DOTALL)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.tested", description="Write what tests have found into the docs.")
-    parser.add_argument("found", type=Path, help="what `pytest -p tests.tested --tested` wrote")
-    parser.add_argument("--merge", action="store_true", help="add to what is known, and replace nothing")
+    parser = argparse.ArgumentParser(prog="python -m tests.tested", description="Write test results into the docs.")
+    parser.add_argument("found", type=Path, help="file written by `pytest -p tests.tested --tested`")
+    parser.add_argument("--merge", action="store_true", help="add to the stored results without replacing any")
     options = parser.parse_args()
-    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    found = joined(kept, json.loads(options.found.read_text()), options.merge)
-    KEPT.write_text(as_json(found))
+    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    found = merge_results(stored, json.loads(options.found.read_text()), options.merge)
+    RESULTS.write_text(as_json(found))
     PAGE.write_text(page(found))
-    README.write_text(with_table(README.read_text(), found))
 
 
 if __name__ == "__main__":

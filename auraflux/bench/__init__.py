@@ -1,1 +1,1 @@
-"""How fast the ops are here: timed beside other libraries and under the limit of the machine."""
+"""Benchmarks of ops, models and servers, compared with other libraries and with the machine's measured peak."""

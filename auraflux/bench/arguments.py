@@ -1,4 +1,4 @@
-"""Copies of an op's arguments: rotated through while timing, so that weights come from memory and not from the cache."""
+"""Copies of an op's arguments, rotated through while timing, so that weights come from memory and not from the cache."""
 
 import copy
 import math
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from auraflux.ops._cases import Args, Case, tensors
 
-ROTATE_FROM_NBYTES = 1 << 20  # what is smaller stays in cache in real use too
-LARGEST_ROTATION_NBYTES = 2 << 30
-MOST_COPIES = 64
+ROTATE_FROM_NBYTES = 1 << 20  # smaller arguments stay in cache in real use too
+MAX_ROTATION_NBYTES = 2 << 30
+MAX_COPIES = 64
 
 
 def moved(value: Any, device: str) -> Any:
-    """The same arguments on another device."""
+    """Move arguments to another device."""
     return _each_tensor(value, lambda tensor: tensor.to(device))
 
 
 def cloned(value: Any) -> Any:
-    """Equal arguments elsewhere in memory. What an object has noted about its own memory is not copied."""
+    """Copy arguments to other memory; addresses that an object has cached are not copied."""
     return _each_tensor(value, Tensor.clone)
 
 
@@ -39,29 +39,29 @@ def _each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def storage_nbytes(value: Any) -> int:
-    """Bytes of all tensors inside, each piece of memory once."""
+    """Sum the bytes of all tensors inside, each storage once."""
     found = {tensor.data_ptr(): tensor.nbytes for _, tensor in tensors(value)}
     return sum(found.values())
 
 
 def bytes_moved(case: Case, args: Args, result: Any) -> int:
-    """The bytes a call must move: what the case says, or every argument and result once."""
+    """Return the bytes that a call must move: those that the case states, or every argument and result once."""
     return case.nbytes(args) if case.nbytes is not None else storage_nbytes({"args": args, "result": result})
 
 
 def copies_to_rotate(nbytes: int, cache_nbytes: int, free_nbytes: int) -> int:
-    """How many copies of so many bytes hide the cache: four times its size, within the memory there is."""
+    """Return the number of copies that together exceed the cache four times, within free memory."""
     if nbytes < ROTATE_FROM_NBYTES:
         return 1
-    most = min(LARGEST_ROTATION_NBYTES, free_nbytes // 4) // nbytes
-    return max(1, min(math.ceil(4 * cache_nbytes / nbytes), most, MOST_COPIES))
+    most = min(MAX_ROTATION_NBYTES, free_nbytes // 4) // nbytes
+    return max(1, min(math.ceil(4 * cache_nbytes / nbytes), most, MAX_COPIES))
 
 
 class Rotation:
-    """Equal arguments in several places of memory, given out in turn.
+    """Equal arguments at several addresses, used round-robin.
 
-    Calls may change them (state, caches); `restore` puts the first values back, so that a state that is decayed over and over
-    does not sink into subnormal numbers, which would be timed instead.
+    Calls may change them (state, caches). `restore` resets them, so that a state that decays in every call does not become
+    subnormal, which would be slower.
     """
 
     def __init__(self, args: Args, copies: int):
@@ -70,11 +70,11 @@ class Rotation:
         self._changed: list[str] = []
 
     def fresh(self) -> Args:
-        """One more copy, for somebody else."""
+        """Return one more copy."""
         return copy.deepcopy(self._first)
 
     def note_changes(self) -> None:
-        """Find which tensors a call on the first copy has changed."""
+        """Find the tensors that a call on the first copy has changed."""
         before = dict(tensors(self._first))
         self._changed = [path for path, now in tensors(self.copies[0]) if not same_bits(now, before[path])]
 

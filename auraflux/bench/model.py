@@ -1,4 +1,4 @@
-"""How fast a whole model reads and writes, at several lengths of what it has before it."""
+"""Prefill and decode throughput of a whole model, at several context lengths."""
 
 import random
 import time
@@ -11,18 +11,18 @@ from typing import Any, Protocol
 import torch
 
 from auraflux.bench.profile import Cost, profile_step
+from auraflux.engine.request import Output, Request
+from auraflux.engine.sampling import Sampling
 from auraflux.errors import ContextError
-from auraflux.run.job import Job
-from auraflux.run.request import Event, Request
-from auraflux.run.sampling import Sampling
-from auraflux.run.scheduler import Scheduler
+from auraflux.scheduler.scheduler import Scheduler
+from auraflux.scheduler.sequence import Sequence
 
-WARM_UP = 8  # tokens that pay for compiling and for the first touch of the weights
+WARM_UP = 8  # tokens that compile kernels and touch the weights for the first time
 
 
 @dataclass(frozen=True)
 class Speed:
-    """At one length: tokens per second, over all texts, of reading prompts of it and of writing after them."""
+    """Prefill and decode throughput at one prompt length, in tokens per second over all sequences."""
 
     who: str
     context: int
@@ -33,69 +33,69 @@ class Speed:
 
 
 class Contender(Protocol):
-    """Something that reads tokens and then writes more; `batch` texts at once."""
+    """An engine that prefills prompts and decodes `batch` sequences at once."""
 
     name: str
     batch: int
 
-    def read(self, ids: list[int]) -> None:
-        """Forget everything, then take a prompt."""
+    def prefill(self, ids: list[int]) -> None:
+        """Drop all sequences, then prefill a prompt."""
 
-    def write(self, count: int) -> None:
-        """Write so many tokens, each the likeliest."""
+    def decode(self, count: int) -> None:
+        """Decode `count` tokens of each sequence, greedily."""
 
     def cache_nbytes(self) -> int | None: ...
 
 
 class Ours:
-    """Our scheduler, with `batch` texts at once."""
+    """Our scheduler, with `batch` sequences at once."""
 
     def __init__(self, scheduler: Scheduler, batch: int = 1):
         self.scheduler, self.engine, self.batch = scheduler, scheduler.engine, batch
         self.name = f"auraflux {self.engine.cache.settings.kv}" + (" exact" if self.engine.runner.exact else "")
         self.name += " invariant" if self.engine.runner.invariant else ""
-        self._jobs: list[Job] = []
-        self._events: list[Event] = []
+        self._jobs: list[Sequence] = []
+        self._events: list[Output] = []
 
-    def read(self, ids: list[int]) -> None:
+    def prefill(self, ids: list[int]) -> None:
         self._end()
-        self.scheduler.prefixes.clear()
-        settings = Sampling(endless=True)
+        self.scheduler.prefix_cache.clear()
+        settings = Sampling(ignore_eos=True)
         vocab = self.engine.model.config.vocab
-        # nothing in common: tokens of texts that are alike go to the same experts
-        texts = [tuple(ids), *(_text(len(ids), vocab, seed) for seed in range(1, self.batch))]
-        self._jobs = [self.scheduler.submit(Request(text, settings), self._events.append) for text in texts]
-        while any(job.sequence is None or job.unread for job in self._jobs):
-            self.scheduler.turn(write=False)
+        # prompts share nothing: equal tokens would go to the same experts
+        prompts = [tuple(ids), *(_prompt(len(ids), vocab, seed) for seed in range(1, self.batch))]
+        self._jobs = [self.scheduler.submit(Request(prompt, settings), self._events.append) for prompt in prompts]
+        while any(job.kv_sequence is None or job.uncomputed for job in self._jobs):
+            self.scheduler.step(decode=False)
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def write(self, count: int) -> None:
+    def decode(self, count: int) -> None:
         self._events.clear()
         while len(self._events) < count * self.batch:
-            self.scheduler.turn()
+            self.scheduler.step()
 
     def costs(self) -> dict[str, Cost]:
-        """What the next step takes, by op."""
-        texts = [job.ids for job in self._jobs]
+        """Profile the next step by op."""
+        sequences = [job.ids for job in self._jobs]
         self._end()
-        starts = [self.scheduler.prefixes.open(ids) for ids in texts]
-        for start, ids in zip(starts, texts, strict=True):
-            if rest := ids[start.held : -1]:
-                self.engine.read([start.sequence], [rest])
+        starts = [self.scheduler.prefix_cache.open(ids) for ids in sequences]
+        for start, ids in zip(starts, sequences, strict=True):
+            if rest := ids[start.hit_tokens : -1]:
+                self.engine.prefill([start.sequence], [rest])
         batch = self.engine.cache.batch([start.sequence for start in starts])
-        found = profile_step(self.engine, batch, [ids[-1] for ids in texts])
+        found = profile_step(self.engine, batch, [ids[-1] for ids in sequences])
         for start in starts:
             start.sequence.close()
         return found
 
     def cache_nbytes(self) -> int:
-        return sum(job.held.nbytes for job in self._jobs)
+        return sum(job.kv.nbytes for job in self._jobs)
 
     def _end(self) -> None:
         for job in self._jobs:
             self.scheduler.cancel(job)
-        self.scheduler.turn()
+        self.scheduler.step()
         self._jobs = []
 
 
@@ -112,12 +112,12 @@ class LlamaCpp:
         )
         self._next = 0
 
-    def read(self, ids: list[int]) -> None:
+    def prefill(self, ids: list[int]) -> None:
         self.model.reset()
         self.model.eval(ids)
         self._next = self.model.sample(temp=0.0)
 
-    def write(self, count: int) -> None:
+    def decode(self, count: int) -> None:
         for _ in range(count):
             self.model.eval([self._next])
             self._next = self.model.sample(temp=0.0)
@@ -127,37 +127,37 @@ class LlamaCpp:
 
 
 def measure(
-    contenders: list[Contender], lengths: list[int], vocab: int, tokens: int, repeat: int, tell: Callable[[str], None]
+    contenders: list[Contender], lengths: list[int], vocab: int, tokens: int, repeat: int, progress: Callable[[str], None]
 ) -> Iterator[Speed]:
-    """Time all contenders in turn at each length, `repeat` times over, and give the best of each."""
+    """Time all contenders alternately at each length, `repeat` times, and yield the best of each."""
     for each in contenders:
-        tell(f"{each.name}: warming up")
-        each.read(list(_text(WARM_UP, vocab)))
-        each.write(WARM_UP)
+        progress(f"{each.name}: warming up")
+        each.prefill(list(_prompt(WARM_UP, vocab)))
+        each.decode(WARM_UP)
     for length in lengths:
-        ids = list(_text(length, vocab))
+        ids = list(_prompt(length, vocab))
         best: dict[str, tuple[float, float]] = {}
         for round_ in range(repeat):
             for each in contenders:
-                tell(f"{each.name}: {length} tokens, round {round_ + 1}")
-                read, write = _seconds(each.read, ids), _seconds(each.write, tokens)
-                before = best.get(each.name, (read, write))
-                best[each.name] = min(read, before[0]), min(write, before[1])
+                progress(f"{each.name}: {length} tokens, round {round_ + 1}")
+                prefill_s, decode_s = _seconds(each.prefill, ids), _seconds(each.decode, tokens)
+                before = best.get(each.name, (prefill_s, decode_s))
+                best[each.name] = min(prefill_s, before[0]), min(decode_s, before[1])
         for each in contenders:
-            read, write = best[each.name]
-            rates = each.batch * length / read, each.batch * tokens / write
+            prefill_s, decode_s = best[each.name]
+            rates = each.batch * length / prefill_s, each.batch * tokens / decode_s
             yield Speed(each.name, length, each.batch, *rates, each.cache_nbytes())
 
 
 def check_lengths(lengths: list[int], tokens: int, context: int) -> None:
-    """Refuse lengths the context has no room for."""
+    """Refuse lengths that exceed the context."""
     most = max(lengths) + tokens
     if most > context:
-        raise ContextError(f"a text of {most} tokens does not fit the context of {context}. Give --context {most} or more.")
+        raise ContextError(f"a sequence of {most} tokens does not fit the context of {context}. Give --context {most} or more.")
 
 
 @cache
-def _text(length: int, vocab: int, seed: int = 0) -> tuple[int, ...]:
+def _prompt(length: int, vocab: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(random.Random(f"{length} {seed}").choices(range(vocab), k=length))
 
 

@@ -1,6 +1,6 @@
-"""Time every op's benchmark cases on CPU, beside other libraries and under the machine's read ceiling.
+"""Time every op's benchmark cases on CPU, with other libraries and the machine's measured peak read bandwidth.
 
-A kernel is timed only when it is right; a wrong one is reported and left out.
+A kernel is timed only when it is right; a wrong one is reported and not timed.
 """
 
 import time
@@ -24,16 +24,16 @@ from auraflux.ops._cases import Args, Case, all_cases, relative_rms, tensors
 from auraflux.ops._dispatch import exact, use_backend
 
 BUDGET_S = 1.0
-STREAMS_FROM = 0.1  # of the read ceiling; what is slower is not bound by memory, so one copy of its operands will do
+MEMORY_BOUND_FROM = 0.1  # of the peak read bandwidth; a slower peer is not memory-bound, so one copy of its operands will do
 
 
 def bench_cases(ops: Sequence[str] = (), case: str | None = None) -> list[Case]:
-    """The cases to time on CPU: all that are marked, or those of the named ops, or those whose name matches."""
+    """Return the cases to time on CPU: all marked ones, those of the named ops, or those whose name matches."""
     return chosen([c for c in all_cases() if c.bench], ops, case)
 
 
 def chosen(cases: Sequence[Case], ops: Sequence[str] = (), case: str | None = None) -> list[Case]:
-    """Those of some ops, and of these the ones whose name matches; a name that nothing has is refused."""
+    """Select cases by op and by name pattern; raise InputError for an unknown name."""
     known = {c.op.name for c in cases}
     for name in ops:
         if name not in known:
@@ -51,11 +51,11 @@ def chosen(cases: Sequence[Case], ops: Sequence[str] = (), case: str | None = No
 def run(
     cases: Iterable[Case],
     with_peers: bool,
-    ceiling: float,
+    peak: float,
     budget_s: float = BUDGET_S,
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Result]:
-    """Judge and time the cases one by one; `say` hears what is being done."""
+    """Check and time the cases one by one; `say` receives progress messages."""
     import numba
 
     torch.set_num_threads(numba.get_num_threads())
@@ -73,10 +73,10 @@ def run(
         else:
             say(f"{case.op.name} {case.name}: timing")
             peers = PEERS.get(case.op.name, []) if with_peers else []
-            yield _time(case, peers, verdict.error, ceiling, budget_s)
+            yield _time(case, peers, verdict.error, peak, budget_s)
 
 
-def _time(case: Case, peers: Sequence[Peer], error: float, ceiling: float, budget_s: float) -> Result:
+def _time(case: Case, peers: Sequence[Peer], error: float, peak: float, budget_s: float) -> Result:
     args = case.args()
     peers = [peer for peer in peers if peer.serves(case, args)]
     memory = free_nbytes() // (1 + len(peers))
@@ -88,7 +88,7 @@ def _time(case: Case, peers: Sequence[Peer], error: float, ceiling: float, budge
         nbytes = bytes_moved(case, args, case.op(**rotation.copies[0]))
         rotation.note_changes()
         rotation.restore()
-        entries = [Entry(peer).prepare(rotation.fresh(), expected, memory, ceiling) for peer in peers]
+        entries = [Entry(peer).prepare(rotation.fresh(), expected, memory, peak) for peer in peers]
         ours = Contender([partial(case.op, **args) for args in rotation.copies], restore=rotation.restore)
         timings = race([ours, *(entry.contender for entry in entries if entry.contender is not None)], budget_s)
     theirs = iter(timings[1:])
@@ -100,15 +100,15 @@ def _time(case: Case, peers: Sequence[Peer], error: float, ceiling: float, budge
 
 @dataclass
 class Entry:
-    """A peer on its way into the race: it takes part when `contender` is set, else the note says why not."""
+    """A peer that is being set up: it is timed if `contender` is set, else the note gives the reason."""
 
     peer: Peer
     contender: Contender | None = None
     error: float | None = None
     note: str | None = None
 
-    def prepare(self, args: Args, expected: Any, memory: int, ceiling: float) -> "Entry":
-        """Set the peer up on as many copies as it takes to keep it from the cache, and see how far its result is off."""
+    def prepare(self, args: Args, expected: Any, memory: int, peak: float) -> "Entry":
+        """Set the peer up on enough copies to exceed the cache, and measure the error of its result."""
         if missing := self.peer.missing():
             self.note = f"{' and '.join(missing)} not installed"
             return self
@@ -120,7 +120,7 @@ class Entry:
             self.error = distance(self.peer.read(found), expected)
             nbytes = self.peer.nbytes(args)
             copies = copies_to_rotate(nbytes, last_cache_nbytes(), memory)
-            if copies > 1 and nbytes / contender.call_s > STREAMS_FROM * ceiling:
+            if copies > 1 and nbytes / contender.call_s > MEMORY_BOUND_FROM * peak:
                 contender = self.peer.make(args, copies)
             self.contender = contender
         except Exception as err:
@@ -132,9 +132,9 @@ class Entry:
 
 
 def distance(found: torch.Tensor, expected: Any) -> float | None:
-    """Relative RMS from the reference's result, the first one where there are several; a peer may shape it differently.
+    """Return the relative RMS from the reference's first result; a peer's may have another shape.
 
-    None where the op gives no result.
+    None where the op has no result.
     """
     expected = next((tensor for _, tensor in tensors(expected)), None)
     if expected is None:

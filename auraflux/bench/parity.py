@@ -1,4 +1,4 @@
-"""Whether a kernel is right: asked before it is timed, and by `auraflux ops --check`."""
+"""Parity of a kernel with its reference, checked before it is timed and by `auraflux ops --check`."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +10,11 @@ from auraflux.ops._cases import Case, compare
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one case showed of one kernel.
+    """The parity of one kernel on one case.
 
     error     worst relative RMS
-    declined  why the kernel would not serve the case
-    wrong     what is wrong with its result
+    declined  the reason why the kernel does not serve the case
+    wrong     the reason why its result is wrong
     """
 
     error: float = 0.0
@@ -23,7 +23,7 @@ class Verdict:
 
 
 def judge(case: Case, backend: str) -> Verdict:
-    """Hold a kernel to the reference on one case. A kernel that fails is wrong, whatever it raises."""
+    """Compare a kernel with the reference on one case; an exception of any kind counts as wrong."""
     device = "cuda" if backend == "cuda" else "cpu"
     try:
         found = compare(case, backend, partial(moved, device=device))
@@ -37,7 +37,7 @@ def judge(case: Case, backend: str) -> Verdict:
 
 
 def first_line(err: Exception) -> str:
-    """An exception in one line: its first, and the last where the first only announces it."""
+    """Describe an exception in one line: its first one, and its last if the first ends with a colon."""
     first, *rest = str(err).strip().splitlines() or ["no message"]
     return f"{type(err).__name__}: {first}" + (f" {rest[-1].strip()}" if rest and first.endswith(":") else "")
 

@@ -1,4 +1,4 @@
-"""Where the time of one decode step goes: by op, and on a GPU how many kernels it takes."""
+"""The profile of one decode step: time by op, and on a GPU the number of kernels."""
 
 import json
 import tempfile
@@ -15,16 +15,16 @@ from unittest.mock import patch
 import torch
 
 from auraflux.cache import Batch
+from auraflux.engine.engine import Engine
 from auraflux.ops._dispatch import Op
-from auraflux.run.engine import Engine
 
-MARK = "op "  # before the names of ops in a trace
-OTHER = "other"  # what runs outside of ops: torch's own kernels
+MARK = "op "  # prefix of the names of ops in a trace
+OTHER = "other"  # outside of ops: torch's own kernels
 
 
 @dataclass
 class Cost:
-    """What an op took in a step: how often it was called, its kernels (None where there are none to count) and their time."""
+    """The cost of an op in a step: calls, kernels (None where they are not counted) and seconds."""
 
     calls: int = 0
     kernels: int | None = None
@@ -32,10 +32,10 @@ class Cost:
 
 
 def profile_step(engine: Engine, batch: Batch, ids: list[int]) -> dict[str, Cost]:
-    """Run one step of decoding without replay and divide its time among ops, the dearest first."""
+    """Run one decode step without replay and divide its time among ops, the most expensive first."""
 
     def step() -> None:
-        engine.score(engine.step(batch, [[token] for token in ids]))
+        engine.compute_logits(engine.step(batch, [[token] for token in ids]))
 
     step()
     found = _on_gpu(step) if engine.device.type == "cuda" else _on_cpu(step)
@@ -43,13 +43,13 @@ def profile_step(engine: Engine, batch: Batch, ids: list[int]) -> dict[str, Cost
 
 
 def kernels_per_layer(costs: dict[str, Cost], layers: int) -> float:
-    """Kernels of a step divided by its layers; the few before and after them are counted in."""
+    """Divide the kernels of a step by its layers; those before and after the layers count too."""
     return sum(cost.kernels or 0 for cost in costs.values()) / layers
 
 
 @contextmanager
 def _around_ops(around: Callable[[str], Any]) -> Iterator[None]:
-    """Enter `around(name)` for each call of an op that a model makes; ops within ops count as the outer one."""
+    """Enter `around(name)` for each op that a model calls; ops within ops count as the outer one."""
     plain, depth = Op.__call__, 0
 
     def call(self: Op, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ def _on_gpu(step: Callable[[], None]) -> dict[str, Cost]:
 
 
 def divide(events: list[dict[str, Any]]) -> dict[str, Cost]:
-    """Give each kernel of a trace to the op during whose call it was launched.
+    """Assign each kernel of a trace to the op whose call launched it.
 
     events  of torch's profiler: ops are annotations that begin with MARK, a launch and its kernel have one correlation number
     """

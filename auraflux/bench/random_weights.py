@@ -1,4 +1,4 @@
-"""Models of random weights, made in packed form where they will be used: no checkpoint is needed, and no dense copy."""
+"""Models with random weights, made directly in packed form on their device: no checkpoint, no dense copy."""
 
 import re
 from pathlib import Path
@@ -8,40 +8,40 @@ import torch
 from torch import Tensor
 
 from auraflux.cache import CacheSettings
+from auraflux.engine import calibration
+from auraflux.engine.calibrate import FEW_TOKENS, calibrate_keys, random_tokens
+from auraflux.engine.device import activation_dtype, chunk_for, device_memory
+from auraflux.engine.engine import Engine
 from auraflux.errors import FormatError
+from auraflux.loading.language_model import LanguageModel
+from auraflux.loading.memory_budget import pool_tokens
 from auraflux.models import family, family_name
 from auraflux.quant import QTensor
 from auraflux.quant.qtensor import check_format
-from auraflux.run import calibration
-from auraflux.run.calibrate import FEW, find_vectors, random_tokens
-from auraflux.run.device import activation_dtype, chunk_for, device_memory
-from auraflux.run.engine import Engine
-from auraflux.run.fit import pool_tokens
-from auraflux.run.language import LanguageModel
-from auraflux.run.scheduler import Scheduler
+from auraflux.scheduler.scheduler import Scheduler
+from auraflux.weights.experts.stacks import ExpertSource
+from auraflux.weights.formats.stored import Stored
 from auraflux.weights.loader import Weights
 from auraflux.weights.names import ROUTERS
-from auraflux.weights.stacks import Source
-from auraflux.weights.stored import Stored
 
 ONES = re.compile(r"norm\.weight$")
 THERE = re.compile(r"(switch_mlp|switch_glu|experts)\.(gate|up)_proj\.weight$")
-FEW_ROWS = 1 << 12  # of a table that stays on disk
-SPREAD = 0.1  # of vectors that are no norms
+FEW_ROWS = 1 << 12  # stand for a table that stays on disk
+SPREAD = 0.1  # standard deviation of vectors other than norms
 
 
 class RandomRows:
-    """A table of any size that says little: each row is one of a few, and none is read from disk."""
+    """A table of any size whose rows are taken from a few; none is read from disk."""
 
     def __init__(self, few: Tensor):
         self.few = few
 
     def fetch(self, ids: Tensor) -> "RandomRows":
-        """Choose rows: int64 [n]."""
+        """Select rows: int64 [n]."""
         return RandomRows(self.few[ids.to(self.few.device) % len(self.few)])
 
     def result(self) -> Tensor:
-        """What was chosen: float32 [n, width]."""
+        """Return the selected rows: float32 [n, width]."""
         return self.few
 
 
@@ -55,7 +55,7 @@ class Nothing:
 
 
 class RandomWeights(Weights):
-    """Gives whatever a model asks for: matrices as random codes of `bits` bits, or dense where that is None."""
+    """Random weights of any name and shape: matrices as codes of `bits` bits, or dense where that is None."""
 
     def __init__(self, bits: int | None, group: int, dtype: torch.dtype, device: torch.device, seed: int = 0):
         if bits is not None:
@@ -80,19 +80,19 @@ class RandomWeights(Weights):
         return self._codes(sizes[0], sizes[1])
 
     def indices(self, name: str, *shape: int, below: int) -> Tensor:
-        """Whole numbers of equal chance."""
+        """Return uniform random integers."""
         return torch.randint(0, below, shape, dtype=torch.int32, device=self.device, generator=self._generator)
 
     def table(self, name: str, least: int, width: int) -> RandomRows:
-        """A few rows that stand for all."""
+        """Return a table of a few rows that stand for all."""
         return RandomRows(self._normal([FEW_ROWS, width]))
 
-    def number(self, name: str) -> float:
-        """One, as numbers multiply something."""
+    def scalar(self, name: str) -> float:
+        """Return 1, since numbers are factors."""
         return 1.0
 
     def _codes(self, rows: int, width: int) -> QTensor:
-        """Codes of equal chance, scaled so that a product with numbers about 1 gives numbers about 1."""
+        """Return uniform random codes, scaled so that products keep the variance of their input."""
         assert self.bits is not None
         words = (rows, width * self.bits // 32)
         low, high = -(2**31), 2**31 - 1
@@ -107,18 +107,18 @@ class RandomWeights(Weights):
 
 
 class Outlines(RandomWeights):
-    """The same without memory, on the meta device, laid out as the kernels of a CPU ("cpu") or of a GPU ("cuda") read them."""
+    """Random weights on the meta device, without memory, in the layout of CPU ("cpu") or GPU ("cuda") kernels."""
 
     def __init__(self, bits: int | None, group: int, layout: str):
         super().__init__(bits, group, activation_dtype(torch.device(layout)), torch.device("meta"))
         self.layout = layout
 
-    def stack(self, name: str, count: int, source: Source) -> Stored:
-        """All experts' matrices of one projection, of which only the first is asked for: the others are like it."""
-        first = self.ready(source.matrix(0))
+    def stack(self, name: str, count: int, source: ExpertSource) -> Stored:
+        """Return all experts' matrices of one projection, shaped like the first expert's."""
+        first = self.to_kernel_layout(source.matrix(0))
         if isinstance(first, Tensor):
             return first.new_empty(count, *first.shape)
-        return first.stacked(count)
+        return first.empty_stack(count)
 
 
 def random_language(
@@ -136,11 +136,11 @@ def random_language(
     invariant: bool = False,
     graphs: bool = True,
 ) -> LanguageModel:
-    """A model of a shape (`bench/shapes.py`) that reads and writes tokens as numbers, so many texts at once.
+    """Make a language model of a shape (`bench/shapes/`) without a tokenizer, for `sequences` sequences at once.
 
-    context       most tokens of a text
-    cache_nbytes  for all of them; by default as much as they take when all are so long
-    calibrate     "off", or anything else to find the vectors of its keys
+    context       most tokens of a sequence
+    cache_nbytes  of the KV cache; by default enough for all sequences at full length
+    calibrate     "off", or any other value to calibrate its keys
     """
     dtype, settings = activation_dtype(device), settings.for_family(family_name(config))
     with device_memory():
@@ -149,23 +149,23 @@ def random_language(
         sizes["chunk"] = chunk_for(device, invariant)
         if cache_nbytes is not None:
             sizes["tokens"] = pool_tokens(shapes, settings, cache_nbytes, **sizes)
-        if calibration.is_wanted(calibrate, shapes, settings):
-            tokens = random_tokens(FEW, model.config.vocab)
-            sizes["vectors"] = find_vectors(model, shapes, tokens, dtype, device)
+        if calibration.is_needed(calibrate, shapes, settings):
+            tokens = random_tokens(FEW_TOKENS, model.config.vocab)
+            sizes["vectors"] = calibrate_keys(model, shapes, tokens, dtype, device)
         engine = Engine(model, shapes, settings, **sizes, exact=exact, invariant=invariant, graphs=graphs, device=device)
-    scheduler = Scheduler(engine, None, frozenset(), parallel=sequences)
+    scheduler = Scheduler(engine, None, frozenset(), max_sequences=sequences)
     return LanguageModel(scheduler, Path("random weights"), [], model_type=config["model_type"])
 
 
 def random_model(
     config: dict[str, Any], bits: int | None, group: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, list[Any]]:
-    """A model of a shape (`bench/shapes.py`), and the shapes of its layers' caches."""
+    """Make a model of a shape (`bench/shapes/`), and the shapes of its layers' caches."""
     return _filled(config, RandomWeights(bits, group, dtype, device))
 
 
 def outlined_model(config: dict[str, Any], bits: int | None, group: int, layout: str) -> tuple[Any, list[Any]]:
-    """The same without memory, see `Outlines`."""
+    """Make a model without memory, see `Outlines`."""
     return _filled(config, Outlines(bits, group, layout))
 
 

@@ -1,4 +1,4 @@
-"""What the benchmark found of one case: a time, or why there is none."""
+"""The result of one benchmark case: a time, or the reason why there is none."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from auraflux.bench.timing import Timing
 
 @dataclass(frozen=True)
 class PeerResult:
-    """A peer's time, or why there is none; `error` is its relative RMS from our reference."""
+    """A peer's time, or a note why there is none; `error` is its relative RMS from our reference."""
 
     name: str
     contract: str
@@ -20,9 +20,9 @@ class PeerResult:
 class Result:
     """One case: state is "timed", "wrong", "declined", "no kernel", "no memory" or "failed", and the note says why.
 
-    nbytes, flops  what a call must move and do
+    nbytes, flops  that a call must move and do
     launches       kernels and copies that a call launches on a GPU
-    copies         how many copies of the arguments were rotated through
+    copies         of the arguments that were rotated through
     """
 
     op: str

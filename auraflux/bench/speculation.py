@@ -1,8 +1,8 @@
-"""What guesses are worth: texts that repeat what they were given, and texts that do not, written with guesses and without.
+"""Speedup of speculative decoding, on outputs that repeat their prompt and on outputs that do not.
 
-What repeats is written in the model's own words, which may wander off, and dictated, so that it is what was asked for. A
-model of random weights says nothing that a smaller one could guess. There the text is dictated, guesses are right as often as
-they are told to be, and take the smaller model's time.
+A task that repeats its prompt runs twice: with the model's own tokens, which may diverge, and forced to the expected output. A
+draft model cannot predict random weights. There the output is forced, and draft tokens are right at a given acceptance rate
+and take the draft model's time.
 """
 
 import random
@@ -16,25 +16,26 @@ import torch
 from torch import Tensor
 
 from auraflux.cache import Batch
-from auraflux.cache.radix import common_length
+from auraflux.cache.prefix.radix import common_length
+from auraflux.engine.device import to_device
+from auraflux.engine.engine import Engine
 from auraflux.errors import ContextError
-from auraflux.run import stops
-from auraflux.run.device import sent
-from auraflux.run.draft_model import ModelDraft
-from auraflux.run.engine import Engine
-from auraflux.run.language import LanguageModel
-from auraflux.run.speculate import MOST, Draft, Speculation, Text
-from auraflux.run.stats import Stats
+from auraflux.loading.language_model import LanguageModel
+from auraflux.scheduler.stats import Stats
+from auraflux.speculative.draft_model import DraftModelProposer
+from auraflux.speculative.draft_state import MAX_DRAFT_TOKENS, Proposer
+from auraflux.speculative.speculation import Speculation, SpeculativeSequence
+from auraflux.tokenizer import stop_strings
 
-LETTERS = 2400  # of what is repeated
-BEGUN = 300  # of them that the prompt repeats already
+CHARACTERS = 2400  # of the document that is repeated
+BEGUN = 300  # of them that the prompt has already repeated
 
 
 @dataclass(frozen=True)
 class Task:
-    """Something to write; a temperature above 0 keeps a small model from going in circles.
+    """A generation task; a temperature above 0 keeps a small model from repeating itself.
 
-    dictated  how the prompt goes on, whatever the model says; "" for its own words
+    dictated  output that the model is forced to; "" for its own tokens
     """
 
     name: str
@@ -45,9 +46,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Gain:
-    """Tokens per second with guesses and without, the best of all rounds, and what became of the guesses.
+    """Decode throughput with and without speculation, the best of all rounds, and the number of accepted draft tokens.
 
-    same  whether the text was the same
+    same  both outputs were equal
     """
 
     task: str
@@ -60,9 +61,9 @@ class Gain:
 
 
 def tasks() -> list[Task]:
-    """A document to quote, a file to rename things in, a story and a question."""
-    speech = (resources.files("auraflux.eval") / "texts" / "1862-lincoln.txt").read_text("utf-8")[:LETTERS]
-    code = getsource(stops)[:LETTERS]
+    """Return the tasks: a document to quote, a file to edit, a story and a question."""
+    speech = (resources.files("auraflux.eval") / "texts" / "1862-lincoln.txt").read_text("utf-8")[:CHARACTERS]
+    code = getsource(stop_strings)[:CHARACTERS]
     renamed = code.replace("StopStrings", "Stops")
     quoting = f"The address:\n\n{speech}\n\nThe address once more:\n\n{_words(speech)}"
     editing = f"```python\n{code}\n```\n\nWith StopStrings renamed to Stops"
@@ -80,66 +81,68 @@ def tasks() -> list[Task]:
 
 
 def _words(text: str) -> str:
-    """How a text begins: a word that is cut would be another one to a model."""
+    """Return the first whole words of a text: half a word has other tokens."""
     return text[:BEGUN].rpartition(" ")[0]
 
 
 def _rest(text: str) -> str:
-    """What follows the words a text begins with."""
+    """Return the text after its first words."""
     return text[len(_words(text)) :]
 
 
-def measure(model: LanguageModel, tokens: int, rounds: int, tell: Callable[[str], None]) -> Iterator[Gain]:
-    """Write each text with guesses and without by turns, so that a busy machine is busy for both."""
+def measure(model: LanguageModel, tokens: int, rounds: int, progress: Callable[[str], None]) -> Iterator[Gain]:
+    """Run each task alternately with and without speculation, so that other load on the machine affects both."""
     speculation, scheduler = model.scheduler.speculation, model.scheduler
     try:
         for task in tasks():
             found: dict[bool, list[tuple[float, Stats, list[int]]]] = {False: [], True: []}
             for number in range(rounds):
-                for guessing in (False, True):
-                    tell(f"{task.name}, round {number + 1} of {rounds}")
-                    scheduler.speculate(speculation if guessing else None)
-                    found[guessing].append(_write(model, task, tokens))
+                for speculating in (False, True):
+                    progress(f"{task.name}, round {number + 1} of {rounds}")
+                    scheduler.set_speculation(speculation if speculating else None)
+                    found[speculating].append(_run(model, task, tokens))
             yield _gain(task.name, found[False], found[True])
     finally:
-        scheduler.speculate(speculation)
+        scheduler.set_speculation(speculation)
 
 
-class Forced(ModelDraft):
-    """A small model that takes its time, but says the tokens of a known text, each of them with a chance."""
+class Forced(DraftModelProposer):
+    """A draft model whose tokens are replaced by those of a known output, each with a probability."""
 
-    def __init__(self, engine: Engine, vocab: int, text: list[int], chance: float):
+    def __init__(self, engine: Engine, vocab: int, output: list[int], chance: float):
         super().__init__(engine, vocab)
-        self._text, self._chance, self._vocabulary, self._random = text, chance, vocab, random.Random(len(text))
+        self._output, self._chance, self._vocabulary, self._random = output, chance, vocab, random.Random(len(output))
 
-    def _say(self, likeliest: Tensor, place: int) -> Tensor:
-        right = sent([self._text[place]], likeliest.device) if place < len(self._text) else likeliest
+    def _draft_token(self, likeliest: Tensor, position: int) -> Tensor:
+        right = to_device([self._output[position]], likeliest.device) if position < len(self._output) else likeliest
         return right if self._random.random() < self._chance else (right + 1) % self._vocabulary
 
 
 class Always(Speculation):
-    """Guesses at so many tokens in every step, whatever that is worth."""
+    """Speculation with a fixed number of draft tokens in every step."""
 
-    def __init__(self, begin: Callable[[], Draft], count: int):
+    def __init__(self, begin: Callable[[], Proposer], count: int):
         super().__init__(begin, count + 1)
         self._count = count
 
-    def _counts(self, texts: Sequence[Text], is_known: Callable[[int], bool] = lambda more: True) -> list[int]:
-        # no plain step is needed to compare with
-        self._steps = 0
-        return [min(self._count, max(text.room, 0)) for text in texts]
+    def _counts(
+        self, sequences: Sequence[SpeculativeSequence], is_captured: Callable[[int], bool] = lambda draft_tokens: True
+    ) -> list[int]:
+        # no step without speculation is needed for comparison
+        self._verify_steps = 0
+        return [min(self._count, max(sequence.room, 0)) for sequence in sequences]
 
 
 @contextmanager
-def dictated(engine: Engine, text: list[int]) -> Iterator[None]:
-    """Have an engine prefer the next token of a text, whatever its model makes of those before; for one sequence at a time."""
+def dictated(engine: Engine, output: list[int]) -> Iterator[None]:
+    """Force an engine's next tokens to those of a given output; for one sequence at a time."""
     decode, verify = engine.decode, engine.verify
 
     def preferred(scores: Tensor, batch: Batch) -> Tensor:
         end = batch.sequences[0].length
-        following = text[end - len(scores) + 1 : end + 1]
+        following = output[end - len(scores) + 1 : end + 1]
         if following:
-            rows = sent(list(enumerate(following)), scores.device)
+            rows = to_device(list(enumerate(following)), scores.device)
             scores[rows[:, 0], rows[:, 1]] = torch.inf
         return scores
 
@@ -152,45 +155,45 @@ def dictated(engine: Engine, text: list[int]) -> Iterator[None]:
 
 
 def measure_forced(
-    model: LanguageModel, small: Engine, text: list[int], at: int, chance: float, rounds: int, tell: Callable[[str], None]
+    model: LanguageModel, small: Engine, output: list[int], at: int, chance: float, rounds: int, progress: Callable[[str], None]
 ) -> Iterator[Gain]:
-    """Write a text from a place on with 1 to 8 guesses in every step and without, by turns; each is right with a chance."""
-    scheduler, vocab, prompt = model.scheduler, model.engine.model.config.vocab, text[:at]
-    with dictated(model.engine, text):
+    """Decode an output from `at` on with 1 to 8 draft tokens a step and without; each is accepted with a probability."""
+    scheduler, vocab, prompt = model.scheduler, model.engine.model.config.vocab, output[:at]
+    with dictated(model.engine, output):
         for count in range(1, 9):
-            guessing = Always(lambda: Forced(small, vocab, text, chance), min(count, MOST))
+            speculation = Always(lambda: Forced(small, vocab, output, chance), min(count, MAX_DRAFT_TOKENS))
             found: dict[bool, list[tuple[float, Stats, list[int]]]] = {False: [], True: []}
-            # one more than is asked for: the first records steps
+            # the first round captures graphs and is not counted
             for number in range(rounds + 1):
-                for with_guesses in (False, True):
-                    tell(f"{count} guesses a step, round {number + 1} of {rounds + 1}")
-                    scheduler.speculate(guessing if with_guesses else None)
-                    found[with_guesses].append(_written(model, prompt, len(text) - at))
-            yield _gain(f"{count} guesses a step", found[False][1:], found[True][1:])
-    scheduler.speculate(None)
+                for speculating in (False, True):
+                    progress(f"{count} draft tokens a step, round {number + 1} of {rounds + 1}")
+                    scheduler.set_speculation(speculation if speculating else None)
+                    found[speculating].append(_generate(model, prompt, len(output) - at))
+            yield _gain(f"{count} draft tokens a step", found[False][1:], found[True][1:])
+    scheduler.set_speculation(None)
 
 
-def _written(model: LanguageModel, ids: list[int], tokens: int, temperature: float = 0.0) -> tuple[float, Stats, list[int]]:
+def _generate(model: LanguageModel, ids: list[int], tokens: int, temperature: float = 0.0) -> tuple[float, Stats, list[int]]:
     if len(ids) + tokens > model.context:
-        raise ContextError(f"a text of {len(ids) + tokens} tokens does not fit the context of {model.context}.")
-    text = list(model.tokens(ids, max_tokens=tokens, temperature=temperature, seed=1, endless=True))
-    return model.stats.decode_rate, model.stats, text
+        raise ContextError(f"a sequence of {len(ids) + tokens} tokens does not fit the context of {model.context}.")
+    output = list(model.tokens(ids, max_tokens=tokens, temperature=temperature, seed=1, ignore_eos=True))
+    return model.stats.decode_rate, model.stats, output
 
 
-def _gain(name: str, plain: list[tuple[float, Stats, list[int]]], guessed: list[tuple[float, Stats, list[int]]]) -> Gain:
-    """Compare the best of some rounds; what became of guesses is told of the last."""
-    (_, stats, text), (_, _, wanted) = guessed[-1], plain[-1]
-    best, faster = (max(rate for rate, _, _ in rounds) for rounds in (plain, guessed))
-    return Gain(name, best, faster, stats.tokens_per_step, stats.drafted, stats.accepted, text == wanted)
+def _gain(name: str, plain: list[tuple[float, Stats, list[int]]], speculated: list[tuple[float, Stats, list[int]]]) -> Gain:
+    """Compare the best rounds; the acceptance rate is that of the last one."""
+    (_, stats, output), (_, _, wanted) = speculated[-1], plain[-1]
+    best, faster = (max(rate for rate, _, _ in rounds) for rounds in (plain, speculated))
+    return Gain(name, best, faster, stats.tokens_per_step, stats.drafted, stats.accepted, output == wanted)
 
 
-def _write(model: LanguageModel, task: Task, tokens: int) -> tuple[float, Stats, list[int]]:
+def _run(model: LanguageModel, task: Task, tokens: int) -> tuple[float, Stats, list[int]]:
     assert model.tokenizer is not None, "text needs a tokenizer"
     prompt = model.tokenizer.encode(task.prompt)
     if not task.dictated:
-        return _written(model, prompt, tokens, task.temperature)
-    text = model.tokenizer.encode(task.prompt + task.dictated)
-    # where they meet, other tokens may stand for the same letters
-    prompt = text[: common_length(prompt, text)]
-    with dictated(model.engine, text):
-        return _written(model, prompt, min(tokens, len(text) - len(prompt)))
+        return _generate(model, prompt, tokens, task.temperature)
+    output = model.tokenizer.encode(task.prompt + task.dictated)
+    # at the boundary the same characters may have other tokens
+    prompt = output[: common_length(prompt, output)]
+    with dictated(model.engine, output):
+        return _generate(model, prompt, min(tokens, len(output) - len(prompt)))

@@ -1,8 +1,8 @@
-"""Timing several ways of doing the same work against each other.
+"""Timing of several implementations of the same work against each other.
 
-Each contender gets a burst of calls in turn, over and over, so that a busy moment of the machine meets all of them. Between
-bursts the process is left alone until it uses no processor time: the threads of a library may spin on after its last call
-(OpenMP's for 5 ms, on two cores of a Xeon) and would take the cores from whoever comes next.
+Contenders run in alternating bursts of calls, so that a busy moment of the machine affects all of them. Between bursts the
+process waits until it uses no CPU time: a library's threads may spin after its last call (OpenMP's for 5 ms, on two cores of a
+Xeon) and would take cores from the next contender.
 """
 
 import statistics
@@ -11,19 +11,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 ROUNDS = 5
-FEWEST_SAMPLES = 3
-LONG_CALL_S = 50e-3  # beside which waking the threads is nothing
+MIN_SAMPLES = 3
+LONG_CALL_S = 50e-3  # waking the threads takes a negligible part of it
 SAMPLE_S = 100e-6  # calls shorter than this are timed several at a time
-LONGEST_WAIT_S = 0.1
+MAX_WAIT_S = 0.1
 
 
 @dataclass
 class Contender:
-    """One way of doing the work.
+    """One implementation of the work.
 
-    calls    do it once each, on different memory; used in turn
-    work     how many times the work each call does
-    restore  called whenever all calls have had their turn
+    calls    do the work once each, on different memory; used round-robin
+    work     how many times each call does the work
+    restore  called after each round of all calls
     """
 
     calls: Sequence[Callable[[], object]]
@@ -32,23 +32,23 @@ class Contender:
     samples_s: list[float] = field(default_factory=list)
     spent_s: float = 0.0
     call_s: float = 0.0
-    _turn: int = 0
+    _next: int = 0
 
     def sample(self, repeats: int) -> float:
-        """Seconds for each of `repeats` calls, on the average."""
-        calls, turn = self.calls, self._turn
+        """Return the mean seconds of `repeats` calls."""
+        calls, first = self.calls, self._next
         start = time.perf_counter()
-        for number in range(turn, turn + repeats):
+        for number in range(first, first + repeats):
             calls[number % len(calls)]()
         took = time.perf_counter() - start
-        if turn + repeats >= len(calls):
+        if first + repeats >= len(calls):
             self.restore()
-        self._turn = (turn + repeats) % len(calls)
+        self._next = (first + repeats) % len(calls)
         self.spent_s += took
         return took / repeats
 
     def burst(self, duration_s: float) -> None:
-        """Take samples for the given time, at least one; a call that is not counted wakes the threads first."""
+        """Take samples for the given time, at least one, after an uncounted call that wakes the threads."""
         end = time.perf_counter() + duration_s
         if self.call_s < LONG_CALL_S:
             self.call_s = self.sample(1)
@@ -60,8 +60,8 @@ class Contender:
                 return
 
     def needs_more(self, budget_s: float) -> bool:
-        """Whether there is time left, or some overdrawn time for the few samples of a slow one."""
-        return self.spent_s < (budget_s if len(self.samples_s) >= FEWEST_SAMPLES else FEWEST_SAMPLES * budget_s)
+        """Return True while the budget lasts; a slow contender may exceed it to get the minimum of samples."""
+        return self.spent_s < (budget_s if len(self.samples_s) >= MIN_SAMPLES else MIN_SAMPLES * budget_s)
 
     def summary(self) -> "Timing":
         ordered = sorted(self.samples_s)
@@ -71,7 +71,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Timing:
-    """The median time of one call, the tenth and ninetieth of a hundred, and how many samples there were."""
+    """The median time of one call, its p10 and p90, and the number of samples."""
 
     median_s: float
     low_s: float
@@ -91,7 +91,7 @@ def race(contenders: Sequence[Contender], budget_s: float) -> list[Timing]:
 
 def wait_until_idle() -> None:
     """Sleep until no thread of this process spins."""
-    end = time.perf_counter() + LONGEST_WAIT_S
+    end = time.perf_counter() + MAX_WAIT_S
     while time.perf_counter() < end:
         used, start = time.process_time(), time.perf_counter()
         time.sleep(2e-3)

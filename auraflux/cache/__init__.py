@@ -1,36 +1,28 @@
-"""What a model remembers of its sequences: pages of keys and values, plain or compressed, and recurrent states."""
+"""The KV cache: pages of keys and values, full-precision or quantized, latents, recurrent states, and prefix reuse."""
 
-from auraflux.cache.batch import Batch
-from auraflux.cache.beside import Beside
+from auraflux.cache.batch import Batch, Logits
 from auraflux.cache.cache import Cache
-from auraflux.cache.sequence import Sequence, Snapshot
+from auraflux.cache.kv_sequence import KVSequence, Snapshot
+from auraflux.cache.layer_shapes import AttentionShape, BlockSparseShape, CompressedShape, LatentShape, SparseLatentShape
+from auraflux.cache.mixed_batch import MixedBatch
+from auraflux.cache.recurrent_shapes import ChannelDeltaShape, NGramShape, RecurrentShape, ScanShape
 from auraflux.cache.settings import CacheSettings
-from auraflux.cache.shapes import (
-    AttentionShape,
-    ChannelDeltaShape,
-    CompressedShape,
-    IndexedShape,
-    LatentShape,
-    NGramShape,
-    RecurrentShape,
-    ScanShape,
-    SparseLatentShape,
-)
 
 __all__ = [
     "AttentionShape",
     "Batch",
-    "Beside",
+    "BlockSparseShape",
     "Cache",
     "CacheSettings",
     "ChannelDeltaShape",
     "CompressedShape",
-    "IndexedShape",
+    "KVSequence",
     "LatentShape",
+    "Logits",
+    "MixedBatch",
     "NGramShape",
     "RecurrentShape",
     "ScanShape",
-    "Sequence",
     "Snapshot",
     "SparseLatentShape",
 ]

@@ -1,6 +1,7 @@
-"""The sequences that take a step together."""
+"""A batch: the sequences of one step, and the protocols of the layers that read it."""
 
 from collections.abc import Callable
+from enum import Enum
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -8,35 +9,50 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.cache.index import StepIndex
+from auraflux.cache.kv_sequence import CacheGroup, KVSequence, SequenceState
 from auraflux.cache.pages import LayerGroup
-from auraflux.cache.sequence import Part, Row, Sequence
+from auraflux.cache.step_index import StepIndex
 from auraflux.errors import CacheFull, ContextError, InputError
 from auraflux.ops.rope.reference import norm_rope
 
 
-class Layer(Protocol):
-    """One layer's part of the cache. Recurrent ones also have `convolve`, `update` and `step`.
+class Logits(Enum):
+    """Tokens of a step that need logits; the last layer only appends the others to the cache.
 
-    group         whose pages or slots hold it
-    token_nbytes  bytes of one token
-    plain_nbytes  bytes of positions that are kept as they are beside their codes
+    ALL     every token
+    LAST    the last token of each sequence
+    NONE    no token
+    DECODE  those of a mixed batch's decode part
+    """
+
+    ALL = "all"
+    LAST = "last"
+    NONE = "none"
+    DECODE = "decode"
+
+
+class Layer(Protocol):
+    """The cache of one layer. Recurrent layers also have `convolve`, `update` and `step`.
+
+    group                 owner of its pages or slots
+    token_nbytes          bytes of one token
+    full_precision_nbytes bytes of a sequence's sink and recent tokens, stored in addition to their codes
     """
 
     group: Any
     token_nbytes: int
-    plain_nbytes: int = 0
+    full_precision_nbytes: int = 0
 
     def nbytes_at(self, length: int) -> int:
-        """Bytes of a sequence of so many tokens, beside its states."""
-        return self.token_nbytes * self.group.held(length)
+        """Return the bytes of a sequence of `length` tokens, recurrent states excluded."""
+        return self.token_nbytes * self.group.resident_tokens(length)
 
     def view(self, batch: "Batch") -> Any:
-        """Make what the layer's ops take besides the tokens; it is made once for an index of a batch."""
+        """Return the pages or slots that the layer's ops take; computed once for each index of a batch."""
 
 
 class Rotation(Protocol):
-    """How queries and keys are rotated by their positions, see `norm_rope`."""
+    """RoPE parameters of queries and keys, see `norm_rope`."""
 
     @property
     def frequencies(self) -> Tensor: ...
@@ -49,7 +65,7 @@ class Rotation(Protocol):
 
 
 class AttentionLayer(Layer, Protocol):
-    """A layer that keeps keys and values."""
+    """A layer that stores keys and values."""
 
     group: LayerGroup
 
@@ -66,7 +82,7 @@ class AttentionLayer(Layer, Protocol):
         norms: tuple[Tensor, Tensor] | None,
         eps: float,
     ) -> Tensor:
-        """Normalise and rotate queries and keys, then store keys and values: gives the queries [T, Hq, D]."""
+        """Normalise and rotate queries and keys, then store keys and values; return the queries [T, Hq, D]."""
         q, k = norm_rope(q, k, rotation.frequencies, batch.positions, norms, eps, rotation.mscale, rotation.interleaved)
         self.append(batch, k, v)
         return q
@@ -78,42 +94,40 @@ class AttentionLayer(Layer, Protocol):
 
 
 class Batch:
-    """Sequences that take their steps together. Make it once and use it for as long as they are the same.
+    """Sequences that run their steps together. Make it once and use it for as long as its sequences stay the same.
 
-    index      what kernels read about the step
-    positions  [T]  int32, of each new token in its sequence
-    counts     of new tokens of each sequence
-    single     each sequence has one new token
-    silent     nobody asks what follows the new tokens: all that is wanted is that they are remembered
-    ends       what follows is asked for the last of each sequence's new tokens only
-    fillers    tokens of no sequence after those of a single step, so that batches of few sizes recur
-    extra      tokens at the end of a single sequence's step that fill it up to a size that recurs, None for other steps; none
-               before them sees them, and `drop_extra` forgets them
+    index              tensors that kernels read about the step
+    positions          [T]  int32, of each new token in its sequence
+    counts             new tokens of each sequence
+    single             each sequence has one new token
+    logits             which new tokens need logits
+    padding_sequences  dummy sequences after the others in a single-token step: pads the batch to a captured size
+    padding            padding tokens at the end of a single sequence's step, which pad it to a captured size; None if it is
+                       not padded. No token attends to them, and `drop_padding` removes them
     """
 
     index: StepIndex
 
     def __init__(
         self,
-        sequences: list[Sequence],
+        sequences: list[KVSequence],
         context: int,
         find_index: Callable[[int, int], StepIndex],
-        make_room: Callable[[Part], bool],
+        evict: Callable[[CacheGroup], bool],
         expected: int = 0,
-        fillers: int = 0,
-        silent: bool = False,
-        ends: bool = False,
+        padding_sequences: int = 0,
+        logits: Logits = Logits.ALL,
     ):
         if not sequences or len(set(sequences)) < len(sequences):
-            raise InputError(f"a batch of {len(sequences)} sequences was asked for; it needs one at least, and none twice.")
-        self.sequences, self.context, self.fillers, self.silent = sequences, context, fillers, silent
-        self.single, self.ends = False, ends
-        self.extra: int | None = None
+            raise InputError(f"a batch needs at least one sequence and each only once; it was given {len(sequences)}.")
+        self.sequences, self.context, self.padding_sequences, self.logits = sequences, context, padding_sequences, logits
+        self.single = False
+        self.padding: int | None = None
         self.counts: list[int] = []
-        self._beyond: Tensor | None = None
-        self._find_index, self._make_room, self._expected = find_index, make_room, expected
+        self._padding_mask: Tensor | None = None
+        self._find_index, self._evict, self._expected = find_index, evict, expected
         self._views: dict[Layer, Any] = {}
-        self._turn_to(max(sequence.length for sequence in sequences))
+        self._use_index(max(sequence.length for sequence in sequences))
 
     @property
     def lengths(self) -> Tensor:
@@ -125,106 +139,121 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """How many a step has, fillers among them."""
-        return sum(self.counts) + self.fillers
+        """Number of tokens of the step, padding sequences included."""
+        return sum(self.counts) + self.padding_sequences
 
-    def apart(self, work: Callable[..., Any], *rows: Tensor | None) -> Any:
-        """Do some work for every part of a step and its rows: here there is one; others are in `Beside`."""
-        return work(self, *rows)
+    def map_parts(self, run: Callable[..., Any], *rows: Tensor | None) -> Any:
+        """Call `run` once with the batch and all rows; `MixedBatch` calls it once per part."""
+        return run(self, *rows)
+
+    def append_only(self, x: Tensor, delta: Tensor | None) -> "tuple[Tensor, Tensor | None, Batch]":
+        """Return the tokens that the last layer appends to the cache without computing its output, and their rows."""
+        return x, delta, self
+
+    def with_logits(self, x: Tensor, delta: Tensor | None) -> "tuple[Tensor, Tensor | None, Batch] | None":
+        """Return the tokens that need logits as a step, and their rows; None where no token does."""
+        if self.logits is Logits.NONE:
+            return None
+        last = self._select_last_tokens()
+        return x[last], None if delta is None else delta[last], self
 
     @property
-    def places(self) -> tuple[int, ...]:
-        """Where the sequences hold what is not found through the index."""
-        return tuple(row.place for sequence in self.sequences for row in sequence.rows.values() if row.place is not None)
+    def slots(self) -> tuple[int, ...]:
+        """Recurrent-state slots of the sequences; empty where the model has no recurrent layers."""
+        return tuple(
+            state.slot for sequence in self.sequences for state in sequence.group_states.values() if state.slot is not None
+        )
 
     @property
-    def beyond(self) -> Tensor:
-        """1 for the extra tokens of a step that can have some, 0 for the others: [T, 1] float32."""
-        if self._beyond is None:
-            self._beyond = (self.positions >= self.index.end).float().unsqueeze(1)
-        return self._beyond
+    def padding_mask(self) -> Tensor:
+        """1 for padding tokens, 0 for all others: [T, 1] float32."""
+        if self._padding_mask is None:
+            self._padding_mask = (self.positions >= self.index.unpadded_length).float().unsqueeze(1)
+        return self._padding_mask
 
-    def drop_extra(self) -> None:
-        """Forget the extra tokens of a step that has been taken."""
-        if self.extra:
-            self.sequences[0].shorten(self.extra)
-        self.extra = None
+    def drop_padding(self) -> None:
+        """Remove the padding tokens of a finished step from their sequence."""
+        if self.padding:
+            self.sequences[0].drop_padding(self.padding)
+        self.padding = None
 
-    def cut_back(self, lengths: list[int]) -> None:
-        """Take back tokens that did not get through all layers: sequences are as long as they were, or shorter."""
+    def roll_back(self, lengths: list[int]) -> None:
+        """Remove the tokens of a failed step: truncate each sequence to its length before."""
         for sequence, length in zip(self.sequences, lengths, strict=True):
             if sequence.length > length:
                 sequence.truncate(length)
 
-    def extend(self, counts: list[int], extra: int | None = None) -> None:
-        """Make room for so many new tokens of each sequence; every layer must then be given them. All or nothing.
+    def extend(self, counts: list[int], padding: int | None = None) -> None:
+        """Allocate `counts` new tokens per sequence, all or nothing; every layer must then append them.
 
-        extra  how many of a single sequence's are; None where the step need not recur
+        padding  how many of a single sequence's new tokens are padding; None for a step that is not padded
         """
         self.prepare(counts)
-        for part in self.sequences[0].rows:
-            self.find_room(part, self.steps(part, counts))
-        self.take_room(counts, extra)
+        for group in self.sequences[0].group_states:
+            self.reserve_pages(group, self.extensions(group, counts))
+        self.allocate(counts, padding)
 
-    def steps(self, part: Part, counts: list[int]) -> list[tuple[Row, int, int]]:
-        """What the sequences hold in a part of the cache, how long they are, and by how many tokens they grow."""
-        return [(s.rows[part], s.length, new) for s, new in zip(self.sequences, counts, strict=True) if new]
+    def extensions(self, group: CacheGroup, counts: list[int]) -> list[tuple[SequenceState, int, int]]:
+        """Return the state in a group, the length and the new tokens of each sequence that grows."""
+        return [(s.group_states[group], s.length, new) for s, new in zip(self.sequences, counts, strict=True) if new]
 
-    def take_room(self, counts: list[int], extra: int | None) -> None:
-        """Make sequences longer, as `extend` does, where room has been found for them."""
+    def allocate(self, counts: list[int], padding: int | None) -> None:
+        """Extend the sequences as `extend` does, after `reserve_pages` made sure that there are pages."""
         for sequence, new in zip(self.sequences, counts, strict=True):
-            for row in sequence.rows.values():
-                row.extend(sequence.length, new)
+            for state in sequence.group_states.values():
+                state.extend(sequence.length, new)
             sequence.length += new
-        self.counts, self.single, self.extra = counts, all(new == 1 for new in counts), extra
+        self.counts, self.single, self.padding = counts, all(new == 1 for new in counts), padding
         self._write(counts)
 
     def _write(self, counts: list[int]) -> None:
+        """Write the step to the index."""
         lengths = [sequence.length for sequence in self.sequences]
-        self._turn_to(max(lengths))
+        self._use_index(max(lengths))
         spans = [range(length - new, length) for length, new in zip(lengths, counts, strict=True)]
         positions = [span[0] for span in spans] if self.single else []
-        if self.fillers:
-            assert self.single, "only steps of one token each are filled up"
-            nothing = [0] * self.fillers
-            lengths, counts, positions = lengths + [1] * self.fillers, counts + [1] * self.fillers, positions + nothing
-        self.index.write(lengths, [0, *accumulate(counts)], positions, self.extra or 0)
-        self._beyond = None
+        if self.padding_sequences:
+            assert self.single, "only steps of one token per sequence are padded with sequences"
+            zeros = [0] * self.padding_sequences
+            ones = [1] * self.padding_sequences
+            lengths, counts, positions = lengths + ones, counts + ones, positions + zeros
+        self.index.write(lengths, [0, *accumulate(counts)], positions, self.padding or 0)
+        self._padding_mask = None
         if self.single:
             self.positions = self.index.positions
         else:
             numbers = np.concatenate([np.arange(span.start, span.stop, dtype=np.int32) for span in spans])
             self.positions = torch.from_numpy(numbers).to(self.index.device, non_blocking=True)
-        for part in self.sequences[0].rows:
-            rows = self.rows(part)
-            part.refresh(self.index, rows + [part.filler] * self.fillers if self.fillers else rows)
+        for group in self.sequences[0].group_states:
+            states = self.states(group)
+            padded = states + [group.padding_state] * self.padding_sequences if self.padding_sequences else states
+            group.update_index(self.index, padded)
 
-    def turn_to_ends(self) -> Tensor:
-        """Go on with the last of each sequence's new tokens alone, a step of one token each; gives their places among all."""
-        places = np.cumsum(self.counts) - 1
+    def _select_last_tokens(self) -> Tensor:
+        """Reduce the step to the last token of each sequence; return the rows that these tokens had, [B]."""
+        rows = np.cumsum(self.counts) - 1
         self.counts, self.single = [1] * len(self.sequences), True
         self._write(self.counts)
-        return torch.from_numpy(places).to(self.index.device, non_blocking=True)
+        return torch.from_numpy(rows).to(self.index.device, non_blocking=True)
 
     def index_for(self, new: int) -> StepIndex:
-        """The index of a step that gives each sequence so many tokens."""
-        return self._reaching(max(sequence.length for sequence in self.sequences) + new)
+        """Return the index of a step that gives each sequence `new` tokens."""
+        return self._find_bucket(max(sequence.length for sequence in self.sequences) + new)
 
-    def _reaching(self, longest: int) -> StepIndex:
-        """The index that reaches as far, or as far as is expected."""
-        return self._find_index(len(self.sequences) + self.fillers, max(longest, self._expected))
+    def _find_bucket(self, longest: int) -> StepIndex:
+        """Return the index whose length bucket holds `longest` tokens, or the expected length if that is more."""
+        return self._find_index(len(self.sequences) + self.padding_sequences, max(longest, self._expected))
 
-    def _turn_to(self, longest: int) -> None:
-        """Use the index that reaches so far."""
-        found = self._reaching(longest)
+    def _use_index(self, longest: int) -> None:
+        found = self._find_bucket(longest)
         if getattr(self, "index", None) is not found:
             self.index, self._views = found, {}
 
     def prepare(self, counts: list[int]) -> None:
-        """Refuse so many new tokens of each sequence where they cannot be; make the checkpoints that are due."""
+        """Refuse new tokens past the context limit; save the checkpoints that are due."""
         if len(counts) != len(self.sequences) or min(counts) < 0:
             raise InputError(
-                f"{counts} new tokens were given for {len(self.sequences)} sequences; one number for each is needed."
+                f"{counts} new tokens do not match {len(self.sequences)} sequences: one count of at least 0 is needed for each."
             )
         for sequence, new in zip(self.sequences, counts, strict=True):
             sequence.check_open()
@@ -234,25 +263,26 @@ class Batch:
                     f"Make the cache with context={sequence.length + new} or more."
                 )
         for sequence in self.sequences:
-            sequence.pass_stride()
+            sequence.checkpoint_at_stride()
 
-    def find_room(self, part: Part, steps: list[tuple[Row, int, int]]) -> None:
-        """Find pages for all rows of a step; others may be given up for that."""
-        for row, length, _ in steps:
-            row.settle(length)
-        while (needed := part.needs(steps)) > part.free:
-            if not part.settle() and not self._make_room(part):
-                tokens = sum(new for *_, new in steps)
+    def reserve_pages(self, group: CacheGroup, extensions: list[tuple[SequenceState, int, int]]) -> None:
+        """Make sure that a group has free pages for a step; evict prefix entries and checkpoints if it has not."""
+        for state, length, _ in extensions:
+            state.release_expired(length)
+        while (needed := group.pages_needed(extensions)) > group.free:
+            if not group.release_expired() and not self._evict(group):
+                tokens = sum(new for *_, new in extensions)
                 raise CacheFull(
-                    f"{tokens} new tokens need {needed} {part.describe()}, and {part.free} are free. Close a sequence, "
+                    f"{tokens} new tokens need {needed} {group.describe()}, and {group.free} are free. Close a sequence, "
                     f"append fewer tokens at a time, or make the cache with more 'sequences' or 'tokens'."
                 )
 
-    def rows(self, part: Part) -> list[Any]:
-        """What the sequences hold in a part of the cache."""
-        return [sequence.rows[part] for sequence in self.sequences]
+    def states(self, group: CacheGroup) -> list[Any]:
+        """Return the state of each sequence in a group."""
+        return [sequence.group_states[group] for sequence in self.sequences]
 
     def view(self, layer: Layer) -> Any:
+        """Return `layer.view` for the present index, computed once."""
         try:
             return self._views[layer]
         except KeyError:
@@ -260,5 +290,5 @@ class Batch:
             return self._views[layer]
 
     def table(self, group: LayerGroup) -> Tensor:
-        """The page table of the sequences, int32 [B, M]."""
+        """Return the page table of the sequences, int32 [B, M]."""
         return self.index.table(group)

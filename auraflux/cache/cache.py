@@ -1,4 +1,4 @@
-"""The cache of a whole model: all layers, all sequences."""
+"""The KV cache of a model: all layers, all sequences."""
 
 from collections.abc import Callable, Hashable
 from functools import cached_property, partial
@@ -7,38 +7,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.cache.batch import Batch
-from auraflux.cache.calibration import ModelVectors
-from auraflux.cache.deal import ALONE, Deal
-from auraflux.cache.index import Note, StepIndex, unheard
+from auraflux.cache.batch import Batch, Logits
+from auraflux.cache.key_calibration import ModelCalibration
+from auraflux.cache.kv_sequence import CacheGroup, Checkpoints, KVSequence, Snapshot
+from auraflux.cache.layer_shapes import AttentionShape, BlockSparseShape, CompressedShape, LatentShape
+from auraflux.cache.layers.recurrent import StateGroup
+from auraflux.cache.page_shards import UNSHARDED, PageShard
 from auraflux.cache.pages import LayerGroup
-from auraflux.cache.recurrent import StateGroup
-from auraflux.cache.sequence import Checkpoints, Part, Sequence, Snapshot
+from auraflux.cache.recurrent_shapes import RecurrentShape
 from auraflux.cache.settings import CacheSettings
-from auraflux.cache.shapes import AttentionShape, CompressedShape, IndexedShape, LatentShape, RecurrentShape
+from auraflux.cache.step_index import StepIndex, WriteObserver, no_observer
 from auraflux.errors import CacheFull, ContextError, InputError, SettingsError
 from auraflux.ops.turboquant.calibration import Calibration
 
-SHORTEST = 64  # tokens; no index is made for less
-PARTED = 4  # texts of each that windows have room for, whose first positions are their own
+MIN_LENGTH_BUCKET = 64  # tokens
+SINK_COPIES = 4  # distinct sink-token pages to reserve per sequence, for forks and prefix entries
 
-LayerShape = AttentionShape | LatentShape | CompressedShape | IndexedShape | RecurrentShape
+LayerShape = AttentionShape | LatentShape | CompressedShape | BlockSparseShape | RecurrentShape
 
 
 class Cache:
-    """What a model remembers of its sequences.
+    """The pages and recurrent states of all layers, and the sequences that own them.
 
-    context    most tokens of one sequence
-    sequences  for which there is room
-    tokens     of all sequences together, in layers that see everything; unless given, as many as `sequences` of `context` fill
-    page       tokens in a page
-    chunk      most tokens of a step, over all sequences, for which windows have room
-    spare      tokens by which a sequence with windows can be truncated at once
-    kept       sequences more for which windows have room: those that are parked
-    vectors    of the model's keys, for layers that code them; None to code keys as they are
-    held       layers that have memory here; those of others are only counted. By default all
-    deal       pages that have memory here, of layers that see everything. By default all
-    dtype      of what is not compressed
+    context           most tokens of one sequence
+    sequences         open at the same time
+    tokens            capacity of full-attention layers over all sequences; by default `sequences` times `context`
+    page              tokens in a page
+    chunk             most tokens of a step over all sequences, which sliding windows reserve pages for
+    rollback_tokens   tokens by which a sequence with sliding windows can be truncated without a checkpoint
+    cached_sequences  prefix-cache entries that sliding windows reserve pages for, in addition to `sequences`
+    key_calibration   per-channel mean and scale of keys, for quantized layers; None to quantize keys without
+    local_layers      layers that have memory on this rank; the others are only counted. By default all
+    page_shard        pages of full-attention layers that have memory on this rank. By default all
+    dtype             of tensors that are not quantized
     """
 
     def __init__(
@@ -51,11 +52,11 @@ class Cache:
         tokens: int | None = None,
         page: int = 64,
         chunk: int = 512,
-        spare: int = 32,
-        kept: int = 0,
-        vectors: ModelVectors | None = None,
-        held: range | None = None,
-        deal: Deal = ALONE,
+        rollback_tokens: int = 32,
+        cached_sequences: int = 0,
+        key_calibration: ModelCalibration | None = None,
+        local_layers: range | None = None,
+        page_shard: PageShard = UNSHARDED,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
@@ -63,187 +64,201 @@ class Cache:
         for name, size in sizes.items():
             if size is not None and size < 1:
                 raise SettingsError(f"{name}={size} must be at least 1.")
-        # every sequence may reach the context, in pages of its own
+        # every sequence may reach the context without sharing pages
         self.tokens = -(-context // page) * page * sequences if tokens is None else tokens
-        if spare < 0:
-            raise SettingsError(f"spare={spare} is negative.")
+        if rollback_tokens < 0:
+            raise SettingsError(f"rollback_tokens={rollback_tokens} is negative.")
         self.shapes, self.settings, self.context, self.sequences = shapes, settings, context, sequences
-        self.page, self.chunk, self.spare, self.kept, self.vectors = page, chunk, spare, kept, vectors
-        # asked for a page of a part before checkpoints are: tells whether it has given up one
-        self.reclaim: Callable[[Part], bool] = lambda part: False
+        self.page, self.chunk, self.rollback_tokens = page, chunk, rollback_tokens
+        self.cached_sequences, self.key_calibration = cached_sequences, key_calibration
+        # set by the prefix cache: frees pages of a group before checkpoints are evicted, and returns whether it could
+        self.evict_prefix: Callable[[CacheGroup], bool] = lambda group: False
         self.dtype, self.device = dtype, torch.device(device)
         self.checkpoints = Checkpoints(settings.checkpoint_stride, settings.checkpoint_nbytes)
-        self._groups: dict[tuple[int | None, int, int | None], LayerGroup] = {}
+        self._page_groups: dict[tuple[int | None, int, int | None], LayerGroup] = {}
         self._angles: dict[Hashable, Tensor] = {}
         self._indexes: dict[tuple[int, int], StepIndex] = {}
         plan = settings.plan(shapes)
         kinds = enumerate(zip(shapes, plan, strict=True))
-        self.note: Note = unheard
-        self.held, self.deal = range(len(shapes)) if held is None else held, deal
-        self._holds = True
-        self.layers: list[Any] = [self._built(shape, bits, number) for number, (shape, bits) in kinds]
+        self.on_write: WriteObserver = no_observer
+        self.local_layers, self.page_shard = range(len(shapes)) if local_layers is None else local_layers, page_shard
+        self._is_local = True
+        self.layers: list[Any] = [self._build(shape, bits, number) for number, (shape, bits) in kinds]
         for shape in shapes:
             if shape.attends:
-                self.group(shape.span, shape.page).plain_nbytes += shape.plain_nbytes
-        # codes lie in another order on a GPU than on a CPU
-        kind = self.device.type if any(plan) else None
-        kept_plain = settings.plain_first, settings.plain_newest, None if vectors is None else vectors.digest
-        self.format = repr((shapes, plan, *(kept_plain if any(plan) else ()), settings.seed, page, dtype, kind))
+                self.group(shape.span, shape.page).uncompressed_nbytes += shape.uncompressed_nbytes
+        self.format = self._format(plan)
         self._check_budget()
+
+    def _format(self, plan: list[Any]) -> str:
+        """Return a description of the stored bytes: snapshots fit caches of the same format."""
+        settings, quantized = self.settings, any(plan)
+        # the GPU and the CPU codec order codes differently
+        device = self.device.type if quantized else None
+        digest = None if self.key_calibration is None else self.key_calibration.digest
+        window = (settings.resolved_sink_tokens, settings.resolved_recent_window, digest) if quantized else ()
+        return repr((self.shapes, plan, *window, settings.seed, self.page, self.dtype, device))
 
     def _check_budget(self) -> None:
         limit = self.settings.checkpoint_nbytes
-        if self.moves and 0 < limit < self.states.slot_nbytes:
+        if self.has_states and 0 < limit < self.states.slot_nbytes:
             raise SettingsError(
                 f"checkpoint_nbytes={limit} holds no checkpoint: one takes {self.states.slot_nbytes} bytes. "
                 "Give at least that, or 0 for none."
             )
 
-    def _built(self, shape: LayerShape, bits: Any, number: int) -> Any:
-        self._holds = number in self.held
-        for part in self.parts:
-            part.holds = self._holds
+    def _build(self, shape: LayerShape, bits: Any, number: int) -> Any:
+        self._is_local = number in self.local_layers
+        for group in self.groups:
+            group.is_local = self._is_local
         return shape.build(self, bits, number)
 
     @cached_property
     def states(self) -> StateGroup:
+        """The group of all recurrent layers."""
         made = StateGroup(self.sequences, self.device)
-        made.holds = self._holds
+        made.is_local = self._is_local
         return made
 
     def group(self, span: int | None, size: int | None = None, limit: int | None = None) -> LayerGroup:
-        """The group of layers whose queries see `span` positions, of the first `limit`, in pages of `size` tokens."""
+        """Return the group of layers that attend to `span` positions and store the first `limit`, in pages of `size` tokens."""
         key = span, size or self.page, limit
-        if key not in self._groups:
-            deal = self.deal if span is None and limit is None else ALONE
-            self._groups[key] = LayerGroup(span, self._pages(*key), key[1], self.spare, self.device, limit, deal)
-            self._groups[key].holds = self._holds
-        return self._groups[key]
+        if key not in self._page_groups:
+            page_shard = self.page_shard if span is None and limit is None else UNSHARDED
+            options = key[1], self.rollback_tokens, self.device, limit, page_shard
+            self._page_groups[key] = LayerGroup(span, self._pages(*key), *options)
+            self._page_groups[key].is_local = self._is_local
+        return self._page_groups[key]
 
     def _pages(self, span: int | None, size: int, limit: int | None) -> int:
-        texts = self.sequences + self.kept
+        """Return the number of pages to reserve for a group."""
+        sequences = self.sequences + self.cached_sequences
         if limit is not None:
-            return PARTED * texts * -(-limit // size)
+            return SINK_COPIES * sequences * -(-limit // size)
         if span is None:
             return -(-self.tokens // size)
-        # what a token sees, and as much again as a checkpoint holds; a step's tokens are shared by the sequences
-        seen, step = -(-(span - 1) // size) + 1, -(-self.chunk // size)
-        each = -(-(span - 1 + self.spare) // size) + 2 + seen
-        whole = -(-self.context // size) + seen
-        return min(texts * each + step, texts * whole)
+        # the window of each sequence, and another one for a checkpoint; sequences share the tokens of a step
+        window, step = -(-(span - 1) // size) + 1, -(-self.chunk // size)
+        each = -(-(span - 1 + self.rollback_tokens) // size) + 2 + window
+        full = -(-self.context // size) + window
+        return min(sequences * each + step, sequences * full)
 
-    def calibration(self, number: int, heads: int, width: int) -> Calibration | None:
-        """What the codes of a layer's keys leave out."""
-        if self.vectors is None:
+    def layer_calibration(self, number: int, heads: int, width: int) -> Calibration | None:
+        """Return the key calibration of a layer as ops take it; None where keys are not calibrated."""
+        if self.key_calibration is None:
             return None
-        found = self.vectors.of(number, heads, width)
-        if found.turning not in self._angles:
-            # a sequence's last page may reach beyond the context
-            reach = -(-self.context // self.page) * self.page
-            self._angles[found.turning] = found.angles(reach).to(self.device)
-        return found.made_ready(self._angles[found.turning])
+        found = self.key_calibration.for_layer(number, heads, width)
+        if found.rope_key not in self._angles:
+            # a sequence's last page may extend past the context
+            positions = -(-self.context // self.page) * self.page
+            self._angles[found.rope_key] = found.angles(positions).to(self.device)
+        return found.prepare(self._angles[found.rope_key])
 
     @property
-    def parts(self) -> list[Part]:
-        # states first: they alone may run out when a sequence is opened, before anything else is taken
-        return [*([self.states] if self.moves else []), *self._groups.values()]
+    def groups(self) -> list[CacheGroup]:
+        """All cache groups: recurrent states, then pages."""
+        # states first: opening a sequence may fail for lack of a slot, before anything else is allocated
+        return [*([self.states] if self.has_states else []), *self._page_groups.values()]
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes that one more token takes in all layers, within the windows of those that have one."""
+        """Bytes of one more token in all layers, within their windows."""
         return sum(layer.token_nbytes for layer in self.layers)
 
     @property
-    def held_token_nbytes(self) -> int:
-        """The same of the layers that have memory here."""
-        # layers after the last keep nothing of their own
-        held = [self.layers[number] for number in self.held if number < len(self.layers)]
-        return sum(-(-layer.token_nbytes // layer.group.deal.size) for layer in held)
+    def local_token_nbytes(self) -> int:
+        """Bytes of one more token on this rank."""
+        # layers after the last one with a cache append nothing
+        local = [self.layers[number] for number in self.local_layers if number < len(self.layers)]
+        return sum(-(-layer.token_nbytes // layer.group.page_shard.size) for layer in local)
 
     @property
     def sequence_nbytes(self) -> int:
-        """Bytes that a sequence takes beside its tokens' codes: positions that are kept as they are as well."""
-        return sum(layer.plain_nbytes for layer in self.layers)
+        """Bytes of a sequence's sink and recent tokens in full precision."""
+        return sum(layer.full_precision_nbytes for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in use: pages with an owner, states of open sequences, and the states that checkpoints keep."""
-        kept = sum(c.marks[self.states].nbytes for c in self.checkpoints) if self.moves else 0
-        return sum(part.nbytes for part in self.parts) + kept
+        """Bytes in use: pages, states of open sequences, and states in checkpoints."""
+        saved = sum(c.saved[self.states].nbytes for c in self.checkpoints) if self.has_states else 0
+        return sum(group.nbytes for group in self.groups) + saved
 
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of all pages and states, in use or not."""
-        return sum(part.reserved_nbytes for part in self.parts)
+        return sum(group.reserved_nbytes for group in self.groups)
 
     @property
     def page_nbytes(self) -> int:
-        """Bytes here of a page of the layers that see everything; of as many tokens where their pages have another size."""
-        return sum(-(-group.own_page_nbytes * self.page // group.size) for group in self._groups.values() if group.grows)
+        """Bytes on this rank of `page` tokens in all full-attention layers."""
+        groups = self._page_groups.values()
+        return sum(-(-group.local_page_nbytes * self.page // group.size) for group in groups if group.grows)
 
     @property
-    def plain_nbytes(self) -> int:
-        """Bytes that the same positions and states would take with nothing compressed, in bf16."""
-        states = self.states.nbytes if self.moves else 0
-        return states + sum(group.pool.used * group.size * group.plain_nbytes for group in self._groups.values())
+    def uncompressed_nbytes(self) -> int:
+        """Bytes that the stored tokens and states would take in bf16 without quantization."""
+        states = self.states.nbytes if self.has_states else 0
+        groups = self._page_groups.values()
+        return states + sum(group.pool.used * group.size * group.uncompressed_nbytes for group in groups)
 
-    def open(self) -> Sequence:
-        """Begin an empty sequence."""
-        return Sequence({part: part.open() for part in self.parts}, self.checkpoints, self.format)
+    def open(self) -> KVSequence:
+        """Open an empty sequence."""
+        return KVSequence({group: group.open() for group in self.groups}, self.checkpoints, self.format)
 
     @property
     def page_groups(self) -> list[LayerGroup]:
-        return list(self._groups.values())
+        return list(self._page_groups.values())
 
     @property
-    def moves(self) -> bool:
-        """Whether sequences have states, which lie side by side in a batch."""
+    def has_states(self) -> bool:
+        """Return whether the model has recurrent layers; their states lie in adjacent slots in a batch."""
         return "states" in vars(self)
 
     @property
-    def forgets(self) -> bool:
-        """Whether sequences can be cut back only to checkpoints: they have states or windows."""
-        return self.moves or any(group.span is not None for group in self._groups.values())
+    def needs_checkpoints(self) -> bool:
+        """Return whether sequences can be truncated to checkpoints only: they have recurrent states or sliding windows."""
+        return self.has_states or any(group.span is not None for group in self._page_groups.values())
 
     @property
-    def fills(self) -> bool:
-        """Whether steps can be filled up with tokens that belong to no sequence."""
-        return not self.moves
+    def supports_padding(self) -> bool:
+        """Return whether batches can be padded with dummy sequences."""
+        return not self.has_states
 
     def batch(
-        self, sequences: list[Sequence], expected: int = 0, fillers: int = 0, silent: bool = False, ends: bool = False
+        self, sequences: list[KVSequence], expected: int = 0, padding_sequences: int = 0, logits: Logits = Logits.ALL
     ) -> Batch:
         """Make a batch; `expected` is a length that one of its sequences will reach, if it is known."""
-        return Batch(sequences, self.context, self._index, self.make_room, min(expected, self.context), fillers, silent, ends)
+        expected = min(expected, self.context)
+        return Batch(sequences, self.context, self._find_index, self.evict, expected, padding_sequences, logits)
 
-    def make_room(self, part: Part) -> bool:
-        """Free a page of a part that nothing running needs; tell whether there was one."""
-        return self.reclaim(part) or self.checkpoints.make_room(part)
+    def evict(self, group: CacheGroup) -> bool:
+        """Free pages of a group from the prefix cache or from checkpoints; return whether there were any."""
+        return self.evict_prefix(group) or self.checkpoints.evict(group)
 
-    def _index(self, count: int, longest: int) -> StepIndex:
-        """The index for so many sequences up to a length; kernels share their work by how far it reaches."""
-        return self.index(count, min(1 << max(longest, SHORTEST - 1).bit_length(), self.context))
+    def _find_index(self, count: int, longest: int) -> StepIndex:
+        """Return the index of the power-of-two length bucket for `count` sequences: kernels split their work by it."""
+        return self.index(count, min(1 << max(longest, MIN_LENGTH_BUCKET - 1).bit_length(), self.context))
 
-    def index(self, count: int, reach: int) -> StepIndex:
-        """The index for so many sequences, none longer than `reach`."""
-        key = count, reach
+    def index(self, count: int, length_bucket: int) -> StepIndex:
+        """Return the index for `count` sequences, none longer than `length_bucket`."""
+        key = count, length_bucket
         if key not in self._indexes:
-            self._indexes[key] = StepIndex(count, reach, self.device)
-            self._indexes[key].note = partial(self.note, key)
+            self._indexes[key] = StepIndex(count, length_bucket, self.device)
+            self._indexes[key].on_write = partial(self.on_write, key)
         return self._indexes[key]
 
-    def tell(self, note: Note) -> None:
-        """Let somebody hear from now on what is written: (where, what, numbers); where is a part's number or an index's key."""
-        self.note = note
-        for number, part in enumerate(self.parts):
-            part.note = partial(note, number)
+    def observe(self, on_write: WriteObserver) -> None:
+        """Call an observer for each later write: (target, kind, arguments); a target is a group's number or an index's key."""
+        self.on_write = on_write
+        for number, group in enumerate(self.groups):
+            group.on_write = partial(on_write, number)
 
-    def forget_steps(self) -> None:
-        """Begin anew with steps: whoever heard of them is gone."""
+    def clear_indexes(self) -> None:
+        """Drop all step indexes: the ranks that replicated them are gone."""
         self._indexes.clear()
 
-    def restore(self, snapshot: Snapshot) -> Sequence:
-        """Make a sequence of a snapshot, with pages of its own."""
+    def restore(self, snapshot: Snapshot) -> KVSequence:
+        """Open a sequence with the contents of a snapshot."""
         if snapshot.format != self.format:
             raise InputError(f"a snapshot of {snapshot.format} does not fit a cache of {self.format}.")
         if snapshot.length > self.context:
@@ -251,14 +266,14 @@ class Cache:
                 f"a snapshot of {snapshot.length} tokens does not fit: the context is limited to {self.context}. "
                 f"Make the cache with context={snapshot.length} or more."
             )
-        for part, image in zip(self.parts, snapshot.images, strict=True):
-            while image.pages > part.free:
-                if not self.make_room(part):
+        for group, image in zip(self.groups, snapshot.images, strict=True):
+            while image.pages > group.free:
+                if not self.evict(group):
                     raise CacheFull(
-                        f"a snapshot needs {image.pages} {part.describe()}, and {part.free} are free. Close a sequence, "
+                        f"a snapshot needs {image.pages} {group.describe()}, and {group.free} are free. Close a sequence, "
                         "or make the cache with more 'sequences' or 'tokens'."
                     )
-        rows = {part: part.open() for part in self.parts}
-        for row, image in zip(rows.values(), snapshot.images, strict=True):
-            row.restore(image)
-        return Sequence(rows, self.checkpoints, self.format, snapshot.length)
+        states = {group: group.open() for group in self.groups}
+        for state, image in zip(states.values(), snapshot.images, strict=True):
+            state.restore(image)
+        return KVSequence(states, self.checkpoints, self.format, snapshot.length)

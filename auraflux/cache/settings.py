@@ -1,30 +1,31 @@
-"""What the user may choose of the cache, and what each layer makes of it. What cannot be honoured is refused."""
+"""Settings of the KV cache, and the quantization bits of each layer that follow from them."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from auraflux.defaults import AUTO, FIRST, KV, KV_OF, NEWEST
+from auraflux.defaults import AUTO, KV, KV_OF, RECENT_WINDOW, SINK_TOKENS
 from auraflux.errors import SettingsError
 from auraflux.ops.turboquant.codebook import BITS
+from auraflux.renamed import renamed_fields
 
 Bits = tuple[int, int]
-FURTHEST = 1 << 24  # positions
+MAX_FULL_PRECISION = 1 << 24  # tokens
 
 
 class Shape(Protocol):
-    """The shape of a layer, as far as settings care."""
+    """The shape of a layer, as far as settings need it."""
 
     @property
     def attends(self) -> bool: ...
 
     def refusal(self, bits: Bits, settings: "CacheSettings") -> str | None:
-        """Say why the layer cannot be compressed so; None if it can."""
+        """Return why the layer cannot be quantized to these bits; None if it can."""
 
 
 def parse_kv(name: str) -> Bits | None:
-    """Give the bits of keys and values that a name like "k8v4" stands for; None for "none"."""
+    """Return the bits of keys and values that a name like "k8v4" stands for; None for "none"."""
     if name == "none":
         return None
     name = KV if name == AUTO else name
@@ -37,27 +38,35 @@ def parse_kv(name: str) -> Bits | None:
     return key, value
 
 
+@renamed_fields(
+    {
+        "first": "sink_tokens",
+        "newest": "recent_window",
+        "protect_first": "skip_first_layers",
+        "protect_last": "skip_last_layers",
+    }
+)
 @dataclass(frozen=True)
 class CacheSettings:
-    """How keys and values are kept.
+    """Settings of the KV cache.
 
     kv                 "none", or bits of keys and values: "k8v4", "k4v4", "k4v2", "k3v3" or any pair of 2, 3, 4, 6, 8;
-                       latents, both at once, take the key's; "auto" for what a model's family bears, see `for_family`
-    protect_first      how many of the first attention layers stay uncompressed; recurrent layers are not counted
-    protect_last       how many of the last
-    first              how many of the first positions are read uncompressed; None for what is usual where keys are coded
-    newest             a query reads keys less than this far back uncompressed; None for what is usual likewise
-    sparse_v           share of all weights below which a coded value need not be read; 1e-6 loses nothing
+                       latents (MLA) take the key's bits; "auto" selects them by model family, see `for_family`
+    skip_first_layers  attention layers at the start that stay in full precision; recurrent layers are not counted
+    skip_last_layers   attention layers at the end that stay in full precision
+    sink_tokens        tokens at the start of a sequence that stay in full precision; None for the default
+    recent_window      most recent tokens that a query reads in full precision; None for the default
+    sparse_v           skip quantized values whose attention weight is below this share; 1e-6 loses nothing
     seed               of the rotation; part of the format
-    checkpoint_stride  tokens after which a sequence makes a checkpoint by itself; None for never
-    checkpoint_nbytes  of all checkpoints together; the oldest go first
+    checkpoint_stride  tokens between automatic checkpoints of a sequence; None for none
+    checkpoint_nbytes  budget of all checkpoints together; the least recently used are evicted first
     """
 
     kv: str = KV
-    protect_first: int = 0
-    protect_last: int = 0
-    first: int | None = None
-    newest: int | None = None
+    skip_first_layers: int = 0
+    skip_last_layers: int = 0
+    sink_tokens: int | None = None
+    recent_window: int | None = None
     sparse_v: float = 0.0
     seed: int = 0
     checkpoint_stride: int | None = None
@@ -65,53 +74,55 @@ class CacheSettings:
 
     def __post_init__(self) -> None:
         parse_kv(self.kv)
-        for name in ("protect_first", "protect_last", "first", "newest", "sparse_v", "checkpoint_nbytes"):
+        for name in ("skip_first_layers", "skip_last_layers", "sink_tokens", "recent_window", "sparse_v", "checkpoint_nbytes"):
             if (getattr(self, name) or 0) < 0:
                 raise SettingsError(f"{name}={getattr(self, name)} is negative.")
-        for name in ("first", "newest"):
-            if (value := getattr(self, name) or 0) > FURTHEST:
-                raise SettingsError(f"{name}={value} is more than the {FURTHEST:,} positions that can be kept uncompressed.")
+        for name in ("sink_tokens", "recent_window"):
+            if (value := getattr(self, name) or 0) > MAX_FULL_PRECISION:
+                raise SettingsError(
+                    f"{name}={value} is more than the {MAX_FULL_PRECISION:,} tokens that can be stored in full precision."
+                )
         if not 0 <= self.seed < 1 << 63:
             raise SettingsError(f"seed={self.seed} is not between 0 and 2**63 - 1.")
         if self.checkpoint_stride is not None and self.checkpoint_stride < 1:
             raise SettingsError(f"checkpoint_stride={self.checkpoint_stride} must be at least 1, or None for no checkpoints.")
         if self.kv == "none":
-            for name in ("protect_first", "protect_last", "first", "newest", "sparse_v"):
+            for name in ("skip_first_layers", "skip_last_layers", "sink_tokens", "recent_window", "sparse_v"):
                 if getattr(self, name):
-                    raise SettingsError(f"{name}={getattr(self, name)} means nothing with kv='none': nothing is compressed.")
+                    raise SettingsError(f"{name}={getattr(self, name)} has no effect with kv='none': nothing is quantized.")
         if not self.sparse_v < 1:
-            raise SettingsError(f"sparse_v={self.sparse_v} is no share of all weights: it must be below 1.")
+            raise SettingsError(f"sparse_v={self.sparse_v} is a share of the attention weights: it must be below 1.")
 
     def for_family(self, family: str) -> "CacheSettings":
-        """Choose the bits for a family of models, unless they were given."""
+        """Return the settings with "auto" replaced by the bits of a model family."""
         return replace(self, kv=KV_OF.get(family, KV)) if self.kv == AUTO else self
 
     @property
-    def plain_first(self) -> int:
-        """How many of the first positions coded layers keep as they are."""
-        return FIRST if self.first is None else self.first
+    def resolved_sink_tokens(self) -> int:
+        """Number of sink tokens that quantized layers store in full precision, with the default filled in."""
+        return SINK_TOKENS if self.sink_tokens is None else self.sink_tokens
 
     @property
-    def plain_newest(self) -> int:
-        """How near to a query they keep positions as they are."""
-        return NEWEST if self.newest is None else self.newest
+    def resolved_recent_window(self) -> int:
+        """Number of recent tokens that quantized layers store in full precision, with the default filled in."""
+        return RECENT_WINDOW if self.recent_window is None else self.recent_window
 
     def plan(self, shapes: Sequence[Shape]) -> list[Bits | None]:
-        """Give the bits of each layer; None where it stays uncompressed."""
+        """Return the bits of each layer; None for layers that are not quantized."""
         bits = parse_kv(self.kv)
         attending = [i for i, shape in enumerate(shapes) if shape.attends]
         plan: list[Bits | None] = [None] * len(shapes)
         if bits is None or not attending:
             return plan
-        chosen = attending[self.protect_first : len(attending) - self.protect_last]
+        chosen = attending[self.skip_first_layers : len(attending) - self.skip_last_layers]
         if not chosen:
             raise SettingsError(
-                f"kv='{self.kv}' would compress nothing: protect_first={self.protect_first} and "
-                f"protect_last={self.protect_last} cover all {len(attending)} attention layers."
+                f"kv='{self.kv}' would quantize nothing: skip_first_layers={self.skip_first_layers} and "
+                f"skip_last_layers={self.skip_last_layers} cover all {len(attending)} attention layers."
             )
         for i in chosen:
             reason = shapes[i].refusal(bits, self)
             if reason is not None:
-                raise SettingsError(f"kv='{self.kv}' cannot be honoured in layer {i}: {reason}")
+                raise SettingsError(f"kv='{self.kv}' is not possible in layer {i}: {reason}")
             plan[i] = bits
         return plan

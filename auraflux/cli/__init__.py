@@ -14,13 +14,13 @@ from auraflux.cli.chat import chat
 from auraflux.cli.convert import convert
 from auraflux.cli.diff import diff
 from auraflux.cli.doctor import doctor
-from auraflux.cli.environment import check_environment
 from auraflux.cli.eval import evaluate
-from auraflux.cli.failure import Failure, end_output, escape_what_cannot_be_written, nameless, open_output, say
 from auraflux.cli.follow import follow
 from auraflux.cli.generate import generate
 from auraflux.cli.inspect import inspect
 from auraflux.cli.ops import ops
+from auraflux.cli.options.environment import check_environment
+from auraflux.cli.output.failure import Failure, describe_os_error, discard_output, escape_unencodable, open_output, print_error
 from auraflux.cli.pack import pack
 from auraflux.cli.plan import plan
 from auraflux.cli.pull import pull
@@ -36,12 +36,12 @@ class Program(click.Group):
 
     def main(self, *args: Any, **options: Any) -> Any:
         open_output()
-        escape_what_cannot_be_written()
+        escape_unencodable()
         try:
             return super().main(*args, **options)
         except OSError as err:
-            end_output()
-            say(f"error: {nameless(err)}")
+            discard_output()
+            print_error(f"error: {describe_os_error(err)}")
             sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:

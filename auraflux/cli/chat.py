@@ -7,47 +7,47 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from auraflux.cli.generate import figures
-from auraflux.cli.options import LOADING, RANKS, SAMPLING, load_model, model_argument, options, sampling
-from auraflux.cli.stdin import read_line, stdin
-from auraflux.cli.traffic import show_traffic
+from auraflux.cli.options.model import LOADING, RANKS, SAMPLING, load_model, model_argument, options, sampling
+from auraflux.cli.options.stdin import read_line, stdin
+from auraflux.cli.output.expert_stats import show_expert_stats
 from auraflux.errors import AurafluxError
 
 if TYPE_CHECKING:
-    from auraflux.run.language import LanguageModel
+    from auraflux.loading.language_model import LanguageModel
 
 HELP = """\
 /reset           forget the conversation
-/system TEXT     begin anew, telling the model TEXT first
-/stats           figures of the last answer
-/help            this
+/system TEXT     start a new conversation with TEXT as the system message
+/stats           statistics of the last answer
+/help            list the commands
 /exit            leave; so does Ctrl-D
-Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer."""
+Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer."""
 
 
 @click.command()
 @model_argument
-@click.option("--system", metavar="TEXT", help="What the model is told before the conversation.")
+@click.option("--system", metavar="TEXT", help="System message.")
 @options(LOADING)
 @options(RANKS)
 @options(SAMPLING)
-@click.option("--stats", is_flag=True, help="Show after each answer what was read of a packed model's experts.")
+@click.option("--stats", is_flag=True, help="Show the expert cache's hits, misses and reads after each answer.")
 def chat(model: str | None, system: str | None, stats: bool, **chosen: Any) -> None:
-    """Talk with a model.
+    """Chat with a model in the terminal.
 
-    MODEL is a folder, a GGUF file or a name; with none, the built-in default.
+    MODEL is a folder, a GGUF file or a name; without it, the built-in model.
     """
     settings = sampling(chosen, temperature=0.7, top_p=0.95)
     stdin()
     loaded = load_model(model, chosen, chat=True)
     kv = loaded.engine.cache.settings.kv
-    click.echo(f"{loaded.path.stem}, context {loaded.context} tokens, cache {kv}. /help lists the commands.", err=True)
+    click.echo(f"{loaded.path.stem}, context {loaded.context} tokens, KV cache {kv}. /help lists the commands.", err=True)
     Conversation(loaded, system, settings, kv, stats).run(_reader())
 
 
 class Conversation:
-    """The messages so far, and what to do with the next line.
+    """A conversation in the terminal: its messages, and the commands that change it.
 
-    stats  show after each answer what was read of experts
+    stats  show the expert cache's statistics after each answer
     """
 
     def __init__(self, model: "LanguageModel", system: str | None, settings: dict[str, Any], kv: str, stats: bool = False):
@@ -60,7 +60,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def run(self, read: Callable[[], str | None]) -> None:
-        """Answer until there is nothing more to read."""
+        """Answer lines until the input ends or the user exits."""
         while (line := read()) is not None:
             text = line.strip()
             if text in ("/exit", "/quit"):
@@ -74,47 +74,47 @@ class Conversation:
         word, _, rest = text.partition(" ")
         if word == "/reset":
             self.reset(self.system)
-            click.echo("The conversation is forgotten.", err=True)
+            click.echo("Conversation cleared.", err=True)
         elif word == "/system":
             self.reset(rest.strip() or None)
-            click.echo("A new conversation begins.", err=True)
+            click.echo("New conversation.", err=True)
         elif word == "/stats":
             click.echo(figures(self.model.stats, self.kv), err=True)
-            show_traffic(self.model.stats.experts)
+            show_expert_stats(self.model.stats.experts)
         elif word == "/help":
             click.echo(HELP, err=True)
         else:
-            click.echo(f"there is no command {word}. /help lists them.", err=True)
+            click.echo(f"unknown command {word}. /help lists the commands.", err=True)
 
     def answer(self, text: str) -> None:
-        """Show the answer as it comes. One that was stopped stays in the conversation as far as it went."""
-        asked = [*self.messages, {"role": "user", "content": text}]
-        pieces: list[str] = []
+        """Stream the answer to a message; an answer that is stopped stays in the conversation as far as it was generated."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        received: list[str] = []
         try:
-            for piece in self.model.chat(asked, **self.settings):
-                pieces.append(piece)
-                click.echo(piece, nl=False)
+            for delta in self.model.chat(messages, **self.settings):
+                received.append(delta)
+                click.echo(delta, nl=False)
         except KeyboardInterrupt:
             click.echo(" [stopped]", nl=False, err=True)
         except AurafluxError as err:
             click.echo(f"error: {err}", err=True)
             return
         click.echo()
-        self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+        self.messages = [*messages, {"role": "assistant", "content": "".join(received)}]
         click.secho(figures(self.model.stats, self.kv), dim=True, err=True)
         if self.stats:
-            show_traffic(self.model.stats.experts)
+            show_expert_stats(self.model.stats.experts)
 
 
 def _reader() -> Callable[[], str | None]:
-    """Read lines with history and several-line input from a terminal, plain lines from anything else; None at the end."""
+    """Return a function that reads lines, with history and multi-line input on a terminal; it returns None at the end."""
     if not (stdin().isatty() and sys.stderr.isatty()):
         return read_line
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory
     from prompt_toolkit.key_binding import KeyBindings
 
-    from auraflux.weights.pull import models_folder
+    from auraflux.weights.download.pull import models_folder
 
     keys = KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))

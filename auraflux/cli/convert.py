@@ -1,4 +1,4 @@
-"""`auraflux convert`: write a model as an MLX folder of codes."""
+"""`auraflux convert`: write a quantized model as an MLX folder."""
 
 import json
 from pathlib import Path
@@ -6,27 +6,41 @@ from typing import TYPE_CHECKING
 
 import click
 
+from auraflux.cli.options.renamed import Renamed
+
 if TYPE_CHECKING:
-    from auraflux.weights.checkpoint import Checkpoint
+    from auraflux.weights.formats.checkpoint import Checkpoint
+
+
+group_size_option = click.option(
+    "--group-size",
+    "group",
+    cls=Renamed,
+    old="--group",
+    type=int,
+    default=64,
+    show_default=True,
+    help="Weights that share a scale: 32, 64 or 128.",
+)
 
 
 @click.command()
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
-@click.option("--bits", type=int, default=4, show_default=True, help="Of each weight: 2, 3, 4, 5, 6 or 8.")
-@click.option("--group", type=int, default=64, show_default=True, help="Weights that share a scale: 32, 64 or 128.")
-@click.option("--force", is_flag=True, help="Replace a model folder that is already there.")
+@click.option("--bits", type=int, default=4, show_default=True, help="Bits per weight: 2, 3, 4, 5, 6 or 8.")
+@group_size_option
+@click.option("--force", is_flag=True, help="Overwrite an existing model folder.")
 def convert(source: str, target: Path, bits: int, group: int, force: bool) -> None:
     """Quantize a model and write it as an MLX folder.
 
     SRC is a folder of safetensors, a GGUF file or a name; DST is the folder to write, which auraflux and mlx-lm load. Weights
-    that are quantized to as few bits, or fewer, stay as they are, and so do quantized embeddings. DST appears when it is whole.
+    already quantized to --bits or fewer are copied unchanged, and so are quantized embeddings. DST appears when it is complete.
     """
     from auraflux.models import family
-    from auraflux.run.progress import on_terminal
-    from auraflux.weights.checkpoint import open_checkpoint
-    from auraflux.weights.convert import convert as write
-    from auraflux.weights.pull import locate
+    from auraflux.progress import on_terminal
+    from auraflux.weights.convert.mlx_folder import convert as write
+    from auraflux.weights.download.pull import locate
+    from auraflux.weights.formats.checkpoint import open_checkpoint
 
     with on_terminal() as report:
         checkpoint = open_checkpoint(locate(source, report))
@@ -48,11 +62,11 @@ def convert(source: str, target: Path, bits: int, group: int, force: bool) -> No
 
 
 def write_tokenizer(checkpoint: "Checkpoint", folder: Path) -> None:
-    """Write the vocabulary and chat template of a GGUF file as a folder has them."""
+    """Write the vocabulary and chat template of a GGUF file as tokenizer files of a folder."""
     from auraflux.errors import FormatError
-    from auraflux.run.tokenizer import Tokenizer
-    from auraflux.run.vocabulary import adds_bos, read_vocabulary
-    from auraflux.weights.gguf import GGUFFile
+    from auraflux.tokenizer.gguf_vocabulary import adds_bos, read_vocabulary
+    from auraflux.tokenizer.tokenizer import Tokenizer
+    from auraflux.weights.formats.gguf import GGUFFile
 
     if not isinstance(checkpoint, GGUFFile):
         return
@@ -60,7 +74,7 @@ def write_tokenizer(checkpoint: "Checkpoint", folder: Path) -> None:
         words = read_vocabulary(checkpoint.metadata)
         found = Tokenizer.from_gguf(checkpoint.metadata)
     except FormatError as err:
-        checkpoint.notes.append(f"the tokenizer was left out. {err}")
+        checkpoint.notes.append(f"the tokenizer was not converted. {err}")
         return
     words.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": adds_bos(checkpoint.metadata), **found.names}

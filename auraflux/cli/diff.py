@@ -1,4 +1,4 @@
-"""`auraflux diff`: where two ways of running a model part."""
+"""`auraflux diff`: where two configurations of a model diverge."""
 
 import json
 import shlex
@@ -7,92 +7,95 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from auraflux.cli.options import LOADING, load_model, model_argument, options
-from auraflux.cli.stdin import read_all
+from auraflux.cli.options.model import LOADING, load_model, model_argument, options
+from auraflux.cli.options.renamed import Renamed
+from auraflux.cli.options.stdin import read_all
 from auraflux.errors import InputError, SettingsError
 
 if TYPE_CHECKING:
-    from auraflux.eval.parting import Parting, Trace
+    from auraflux.eval.divergence import Divergence, Trace
 
-WIDEST = 40  # characters of a piece of text that are shown
+MAX_CHARACTERS = 40  # of a token that is shown
 
 
 @click.command()
 @model_argument
-@click.option("--a", "first", default="", metavar="OPTIONS", help="One way: options of 'generate', and --piece N.")
-@click.option("--b", "second", default="", metavar="OPTIONS", help="The other, such as '--kv none --exact --piece 1'.")
-@click.option("--prompt", "-p", required=True, help="The text that both read; - reads stdin.")
+@click.option(
+    "--a", "first", default="", metavar="OPTIONS", help="First configuration: options of 'generate', and --prefill-chunk N."
+)
+@click.option("--b", "second", default="", metavar="OPTIONS", help="Second one, such as '--kv none --exact --prefill-chunk 1'.")
+@click.option("--prompt", "-p", required=True, help="Prompt for both; - reads stdin.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def diff(model: str | None, first: str, second: str, prompt: str, as_json: bool) -> None:
-    """Show where two ways of running MODEL part.
+    """Show where two configurations of MODEL diverge.
 
-    At which token and layer first, and by how much. Both read the same text through their caches, --piece N tokens at a time.
+    Prints the first token and layer that differ, and the error. Both prefill the same prompt, --prefill-chunk tokens per step.
     """
-    from auraflux.eval.parting import part
+    from auraflux.eval.divergence import compare_traces
 
-    ways = [_way(words) for words in (first, second)]
+    configurations = [_configuration(words) for words in (first, second)]
     text = read_all() if prompt == "-" else prompt
-    (a, tokens), (b, _) = (_trace(model, way, text) for way in ways)
-    found = part(a, b)
+    (a, tokens), (b, _) = (_trace(model, each, text) for each in configurations)
+    found = compare_traces(a, b)
     if as_json:
         click.echo(json.dumps({"a": first, "b": second, "tokens": tokens, **asdict(found)}, indent=2, ensure_ascii=False))
     else:
         _show(found, tokens)
 
 
-def _way(words: str) -> dict[str, Any]:
-    """What a way's options say."""
+def _configuration(words: str) -> dict[str, Any]:
+    """Parse the options of a configuration."""
 
-    @click.command("way", add_help_option=False)
+    @click.command("configuration", add_help_option=False)
     @options(LOADING)
-    @click.option("--piece", type=click.IntRange(min=1))
-    def way(**chosen: Any) -> dict[str, Any]:
+    @click.option("--prefill-chunk", cls=Renamed, old="--piece", type=click.IntRange(min=1))
+    def parse(**chosen: Any) -> dict[str, Any]:
         return chosen
 
     try:
-        chosen = way.main(shlex.split(words), standalone_mode=False)
+        chosen = parse.main(shlex.split(words), standalone_mode=False, parent=click.get_current_context())
     except ValueError as err:
         raise InputError(f"{words!r} cannot be split into options: {err}.") from None
     except click.UsageError as err:
-        raise InputError(f"{words!r} are not options of a way to run a model: {err.format_message()}") from None
+        raise InputError(f"{words!r} are not options of a configuration: {err.format_message()}") from None
     if chosen["speculate"] is not None:
-        raise SettingsError("--speculate only changes how tokens are cut into steps. Use --piece N for that.")
+        raise SettingsError("--speculate only changes how tokens are split into steps. Use --prefill-chunk N for that.")
     return chosen
 
 
-def _trace(model: str | None, way: dict[str, Any], text: str) -> "tuple[Trace, list[str]]":
-    from auraflux.eval.parting import trace
-    from auraflux.run.request import Request
+def _trace(model: str | None, chosen: dict[str, Any], text: str) -> "tuple[Trace, list[str]]":
+    from auraflux.engine.request import Request
+    from auraflux.eval.divergence import trace
 
-    # a step that is replayed cannot be watched
-    loaded = load_model(model, {**way, "graphs": False}, sequences=1)
+    # hooks do not run in replayed steps
+    loaded = load_model(model, {**chosen, "graphs": False}, sequences=1)
     if loaded.tokenizer is None:
-        raise InputError(f"{loaded.path} has no tokenizer files, so text cannot be read.")
+        raise InputError(f"{loaded.path} has no tokenizer files, so the prompt cannot be tokenized.")
     ids = loaded.tokenizer.encode(text)
     loaded.scheduler.check(Request(tuple(ids)))
-    return trace(loaded, ids, way["piece"]), [loaded.tokenizer.decode([token], special=True) for token in ids]
+    return trace(loaded, ids, chosen["prefill_chunk"]), [loaded.tokenizer.decode([token], special=True) for token in ids]
 
 
-def _show(found: "Parting", tokens: list[str]) -> None:
+def _show(found: "Divergence", tokens: list[str]) -> None:
     from rich.table import Table
 
-    from auraflux.cli.screen import stdout
+    from auraflux.cli.output.screen import stdout
 
     def named(at: int) -> str:
-        return f"token {at} of {len(tokens)}, {tokens[at][:WIDEST]!r}"
+        return f"token {at} of {len(tokens)}, {tokens[at][:MAX_CHARACTERS]!r}"
 
     if found.token is None:
-        click.echo(f"no bit of any score differs, over {len(tokens)} tokens.")
+        click.echo(f"all logits are bit-identical, over {len(tokens)} tokens.")
         return
-    where = "in the scores alone" if found.layer is None else f"in layer {found.layer}"
-    click.echo(f"parts at {named(found.token)}, {where}")
+    where = "in the logits only" if found.layer is None else f"in layer {found.layer}"
+    click.echo(f"diverges at {named(found.token)}, {where}")
     if found.choice is None:
-        click.echo("the likeliest token is the same everywhere")
+        click.echo("the most likely token is the same at every position")
     else:
         (_, mine, theirs), (_, before, after) = found.likeliest
         click.echo(
-            f"another token is likeliest after {named(found.choice)}: A's has {mine:.3f} in A and {theirs:.3f} in B, "
-            f"B's {before:.3f} and {after:.3f}"
+            f"the most likely token differs after {named(found.choice)}: probability of A's token {mine:.3f} in A, "
+            f"{theirs:.3f} in B; of B's token {before:.3f} in A, {after:.3f} in B"
         )
     click.echo(f"KL mean {found.kl_mean:.2e}, largest {found.kl_most:.2e} after {named(found.kl_at)}")
     table = Table("layer", "first token", "relative RMS")

@@ -1,4 +1,4 @@
-"""`auraflux doctor`: what this machine and this installation offer, and what to install for the rest."""
+"""`auraflux doctor`: the machine, the installed packages, and the packages that are missing."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from auraflux.cli.failure import Failure
+from auraflux.cli.output.failure import Failure
 
 NEEDED = (
     "torch",
@@ -27,23 +27,24 @@ NEEDED = (
 )
 OPTIONAL = {
     "triton": "kernels on NVIDIA GPUs",
+    "aiohttp": "the client of `auraflux bench serve`",
     "mlx": "a peer in `auraflux bench`",
     "onnx": "a peer in `auraflux bench`",
     "onnxruntime": "a peer in `auraflux bench`",
     "transformers": "a peer in `auraflux bench`",
 }
 PIP_NAMES = {"mlx": "'mlx[cpu]'"}
-# those the kernels have instructions for, or that tell which machine it is
+# features that kernels use or that identify the processor
 FEATURES = {
     "x86_64": ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512bw", "avx512vnni", "avx512bf16", "amx-int8"),
     "aarch64": ("neon", "dotprod", "fullfp16", "bf16", "i8mm", "sve", "sve2"),
 }
-MARKS = {"ok": "[green]✓[/green]", "missing": "[red]✗[/red]", "optional": "[yellow]-[/yellow]"}
+SYMBOLS = {"ok": "[green]✓[/green]", "missing": "[red]✗[/red]", "optional": "[yellow]-[/yellow]"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: state is "ok", "missing" (something is wrong or slow) or "optional" (not there, not needed)."""
+    """One line of output; the state is "ok", "missing" (required, or kernels are slow without it) or "optional"."""
 
     name: str
     state: str
@@ -53,13 +54,11 @@ class Finding:
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option(
-    "--compile", "compile_for", metavar="MODEL", help="Compile the CPU kernels that a model needs, so that nobody waits."
-)
+@click.option("--compile", "compile_for", metavar="MODEL", help="Compile the CPU kernels of MODEL ahead of time.")
 def doctor(as_json: bool, compile_for: str | None) -> None:
     """Show the machine, the packages, and which kernels will run.
 
-    The exit code is 1 when something this package needs is not installed.
+    The exit code is 1 when a required package is not installed.
     """
     if compile_for is not None:
         _compile(compile_for)
@@ -77,21 +76,21 @@ def doctor(as_json: bool, compile_for: str | None) -> None:
     else:
         _show(found)
     if absent := [one.name for one in found["packages"] if one.state == "missing"]:
-        raise Failure(f"packages this one needs are not installed: {', '.join(absent)}. Run pip install {' '.join(absent)}.")
+        raise Failure(f"required packages are not installed: {', '.join(absent)}. Run pip install {' '.join(absent)}.")
 
 
 def _compile(model: str) -> None:
-    """Load a model on this machine's processor, which compiles its kernels."""
-    from auraflux.ops.simd.ahead import wait
-    from auraflux.ops.simd.folder import CACHE_FOLDER
-    from auraflux.run.load import load
+    """Load a model on the CPU, which compiles its kernels."""
+    from auraflux.loading.load import load
+    from auraflux.ops.simd.compile.ahead import wait_for_background
+    from auraflux.ops.simd.compile.cache_folder import CACHE_FOLDER
 
     load(model, device="cpu")
-    wait()
+    wait_for_background()
     if not CACHE_FOLDER:
-        raise Failure("compiled kernels cannot be kept on this machine, so there is nothing to prepare.")
-    kept = sum(1 for _ in Path(CACHE_FOLDER).rglob("*.nbc"))
-    click.echo(f"The kernels of {model} are ready; {kept} are kept in {CACHE_FOLDER}.")
+        raise Failure("compiled kernels cannot be cached: there is no writable folder. Set AURAFLUX_CACHE.")
+    cached = sum(1 for _ in Path(CACHE_FOLDER).rglob("*.nbc"))
+    click.echo(f"Compiled the kernels of {model}; {cached} kernels are cached in {CACHE_FOLDER}.")
 
 
 def _machine() -> Iterator[Finding]:
@@ -121,19 +120,19 @@ def _package(name: str, version: str | None, without: str, advice: str) -> Findi
 
 
 def _kernels() -> Iterator[Finding]:
-    """What Numba compiles for, and how it runs its threads."""
+    """Yield the instruction set, threads and JIT cache of the CPU kernels."""
     try:
-        from auraflux.ops.simd.folder import CACHE_FOLDER
+        from auraflux.ops.simd.compile.cache_folder import CACHE_FOLDER
         from auraflux.ops.simd.isa import ISA
         from auraflux.ops.simd.processor import cpu_features
         from auraflux.ops.simd.threads import threads
     except ModuleNotFoundError as err:
         yield Finding("numba kernels", "missing", f"{err.name} is not installed; the torch reference runs instead")
         return
-    there = cpu_features()
-    known = [name for names in FEATURES.values() for name in names if name in there]
-    yield Finding("cpu features", "ok", " ".join(known) or "none that matter here")
-    advice = "no dot-product instructions were found: quantized weights are slow here" if ISA.name == "portable" else None
+    features = cpu_features()
+    known = [name for names in FEATURES.values() for name in names if name in features]
+    yield Finding("cpu features", "ok", " ".join(known) or "none that kernels use")
+    advice = "no dot-product instructions found: quantized weights are slow" if ISA.name == "portable" else None
     yield Finding("instructions", "missing" if advice else "ok", f"{ISA.name}, {ISA.lanes} lanes", advice)
     yield Finding("threads", "ok", str(threads()))
     yield _cache(CACHE_FOLDER)
@@ -143,8 +142,8 @@ def _cache(folder: str) -> Finding:
     if folder and os.access(folder, os.W_OK):
         size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
         return Finding("compiled kernels", "ok", f"{folder}, {size / 2**20:.1f} MiB")
-    advice = "kernels are compiled anew in every process; set AURAFLUX_CACHE to a folder that can be written"
-    return Finding("compiled kernels", "missing", "no folder that can be written", advice)
+    advice = "kernels are compiled again in every process; set AURAFLUX_CACHE to a writable folder"
+    return Finding("compiled kernels", "missing", "no writable folder", advice)
 
 
 def _gpu() -> Iterator[Finding]:
@@ -153,11 +152,11 @@ def _gpu() -> Iterator[Finding]:
     except ModuleNotFoundError:
         return
     if not torch.cuda.is_available():
-        yield Finding("gpu", "optional", "torch finds no NVIDIA GPU")
+        yield Finding("gpu", "optional", "no NVIDIA GPU found by torch")
         return
     for number in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(number)
-        value = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, compute capability {about.major}.{about.minor}"
+        gpu = torch.cuda.get_device_properties(number)
+        value = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
         yield Finding(f"gpu {number}", "ok", value)
 
 
@@ -172,7 +171,7 @@ def _show(found: dict[str, list[Finding]]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from auraflux.cli.screen import stdout
+    from auraflux.cli.output.screen import stdout
 
     console = stdout()
     for title, findings in found.items():
@@ -180,5 +179,5 @@ def _show(found: dict[str, list[Finding]]) -> None:
         table = Table.grid(padding=(0, 2))
         for one in findings:
             advice = f" [dim]({escape(one.advice)})[/dim]" if one.advice is not None else ""
-            table.add_row(MARKS[one.state], one.name, escape(one.value) + advice)
+            table.add_row(SYMBOLS[one.state], one.name, escape(one.value) + advice)
         console.print(table)

@@ -1,4 +1,4 @@
-"""`auraflux eval`: what a compressed cache costs in quality, beside other engines' caches."""
+"""`auraflux eval`: the quality of a quantized KV cache, compared with those of other engines."""
 
 import json
 import shlex
@@ -10,24 +10,32 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from auraflux.cli.options import model_argument, options
+from auraflux.cli.options.model import model_argument, options
+from auraflux.cli.options.renamed import notice
 from auraflux.errors import InputError, SettingsError
 
 if TYPE_CHECKING:
-    from auraflux.cache.calibration import ModelVectors
-    from auraflux.eval.run import Plan
+    from auraflux.cache.key_calibration import ModelCalibration
+    from auraflux.eval.run import Tasks
     from auraflux.eval.text import Text
-    from auraflux.eval.tools import Question
-    from auraflux.run.language import LanguageModel
-    from auraflux.run.tokenizer import Tokenizer
+    from auraflux.eval.tools import ToolQuestion
+    from auraflux.loading.language_model import LanguageModel
+    from auraflux.tokenizer.tokenizer import Tokenizer
 
-COPY = 128  # tokens of a passage that is repeated
-TURNS = 2  # texts of each length of the needle test
-OPEN = 64  # tokens; the model is loaded with a context as short as that, and measured with caches of their own
+COPY = 128  # tokens of a repeated passage
+HAYSTACKS = 2  # contexts per length of the needle test
+LOAD_CONTEXT = 64  # tokens; short, because measurements use separate caches
+
+OLD_CHANGES = {
+    "first": "sink_tokens",
+    "newest": "recent_window",
+    "protect_first": "skip_first_layers",
+    "protect_last": "skip_last_layers",
+}
 
 
 class Lengths(click.ParamType):
-    """Numbers of tokens with commas between them, or none."""
+    """Comma-separated numbers of tokens, or none."""
 
     name = "lengths"
 
@@ -37,7 +45,7 @@ class Lengths(click.ParamType):
         try:
             found = [] if value == "none" else [int(part) for part in value.split(",")]
         except ValueError:
-            self.fail(f"{value!r} is neither 'none' nor numbers with commas between them.", param, ctx)
+            self.fail(f"{value!r} is neither 'none' nor comma-separated numbers.", param, ctx)
         if any(n < 1 for n in found):
             self.fail(f"{value!r} has a length below 1.", param, ctx)
         return found
@@ -54,37 +62,39 @@ OPTIONS = [
         multiple=True,
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="A text; may be given several times. Without it, the addresses that come along.",
+        help="Text file; may be given several times. By default the speeches in the package.",
     ),
     click.option(
         "--kv",
         default="none,k8v4,k4v4",
         show_default=True,
         metavar="A,B",
-        help="Settings to measure, as in none,fp8,k4v4,k4v4+newest=128+calibrate=off.",
+        help="Settings to measure, such as none,fp8,k4v4,k4v4+recent_window=128+calibrate=off.",
     ),
-    click.option("--peers", is_flag=True, help="Also caches of other engines, simulated."),
-    click.option("--ablations", is_flag=True, help="Also the first compressed setting with one thing changed at a time."),
-    click.option("--chat", is_flag=True, help="Put every window of text into the model's chat format, as an answer."),
-    click.option("--window", type=click.IntRange(min=2), default=512, show_default=True, help="Tokens of a window of text."),
-    click.option("--windows", type=click.IntRange(min=1), default=8, show_default=True, help="Windows, spread over all texts."),
-    _lengths("--copy", "distances", "512", "Tokens after which a passage is repeated, or none."),
-    _lengths("--needle", "needles", "1024", "Tokens of texts in which facts are hidden, or none."),
-    _lengths("--tools", "tools", "none", "Tokens of conversations that end with calls of functions, or none."),
+    click.option("--peers", is_flag=True, help="Also measure the KV caches of other engines, simulated."),
+    click.option("--ablations", is_flag=True, help="Also vary the first quantized setting, one change at a time."),
+    click.option("--chat", is_flag=True, help="Wrap every window in the chat template, as an answer."),
+    click.option("--window", type=click.IntRange(min=2), default=512, show_default=True, help="Tokens per window of text."),
+    click.option(
+        "--windows", type=click.IntRange(min=1), default=8, show_default=True, help="Number of windows, spread over all files."
+    ),
+    _lengths("--copy", "distances", "512", "Copy test: distance in tokens between a passage and its repetition, or none."),
+    _lengths("--needle", "needles", "1024", "Needle test: context lengths, or none."),
+    _lengths("--tools", "tools", "none", "Function-calling test: context lengths, or none."),
     click.option(
         "--questions",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="BFCL's questions for --tools, with possible_answer/ beside them. Without it, those that come along.",
+        help="BFCL questions for --tools, next to possible_answer/. By default those in the package.",
     ),
-    _lengths("--speed", "speeds", "128,1024", "Tokens before those whose writing is timed, or none."),
+    _lengths("--speed", "speeds", "128,1024", "Decode speed: context lengths, or none."),
     click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
-    click.option("--quantize", type=int, metavar="BITS", help="Round dense weights for all settings, the uncompressed too."),
-    click.option("--exact/--fast", default=True, help="Multiply float32 activations, or int8 ones; speed is of the latter."),
+    click.option("--quantize", type=int, metavar="BITS", help="Quantize dense weights for all settings, none included."),
+    click.option("--exact/--fast", default=True, help="Use float32 or int8 activations; speed is always measured with int8."),
     click.option(
-        "--calibrate", default="auto", show_default=True, metavar="WHAT", help="What is known of keys: auto, or a file."
+        "--calibrate", default="auto", show_default=True, metavar="auto|FILE", help="Key calibration: auto, or a saved file."
     ),
-    click.option("--fresh", is_flag=True, help="Forget what an interrupted run has measured."),
+    click.option("--fresh", is_flag=True, help="Discard the results of an interrupted run."),
 ]
 
 
@@ -92,37 +102,37 @@ OPTIONS = [
 @model_argument
 @options(OPTIONS)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--save", type=click.Path(path_type=Path), metavar="FOLDER", help="Write JSON and PNG pictures.")
+@click.option("--save", type=click.Path(path_type=Path), metavar="FOLDER", help="Write the results as JSON and PNG plots.")
 def evaluate(model: str | None, as_json: bool, save: Path | None, **chosen: Any) -> None:
-    """Measure what compressing the cache does to answers.
+    """Measure the quality of a quantized KV cache.
 
-    MODEL is a folder, a GGUF file or a name; with none, the built-in default. Every setting is compared with the uncompressed
-    run of the same weights, token by token. A run that was interrupted goes on where it ended when it is started again.
+    MODEL is a folder, a GGUF file or a name; without it, the built-in model. Every setting is compared, token by token, with a
+    full-precision KV cache and the same weights. An interrupted run resumes when it is started again.
 
-    A setting is none, bits of keys and values such as k4v4, or another engine's cache, simulated: fp8, q4_0, q4_0-hadamard,
-    kivi4, kivi2, mlx4. Changes come after a plus: first, newest, protect_first, protect_last, sparse_v, seed, quantize, and
-    calibrate (all, off, centres or scales).
+    A setting is none, bits of keys and values such as k4v4, or another engine's KV cache, simulated: fp8, q4_0, q4_0-hadamard,
+    kivi4, kivi2, mlx4. Changes follow a plus: sink_tokens, recent_window, skip_first_layers, skip_last_layers, sparse_v, seed,
+    quantize, and calibrate (all, off, centres or scales).
     """
-    from auraflux.bench.document import save as write
+    from auraflux.bench.report import save as write
+    from auraflux.engine.calibration import OFF
     from auraflux.eval.plot import check_folder, draw_all
     from auraflux.eval.setting import parse_all
     from auraflux.eval.text import read_files, tokenized
     from auraflux.eval.tools import read_questions
-    from auraflux.run.calibration import OFF
 
-    settings = parse_all(chosen["kv"], chosen["peers"], chosen["ablations"])
+    settings = parse_all(_current_names(chosen["kv"]), chosen["peers"], chosen["ablations"])
     if chosen["calibrate"] == OFF:
-        raise SettingsError("settings are measured without calibration one by one: give --kv k4v4+calibrate=off.")
-    texts = read_files(list(chosen["paths"]))
+        raise SettingsError("calibration is disabled per setting: give --kv k4v4+calibrate=off.")
+    files = read_files(list(chosen["paths"]))
     questions = read_questions(chosen["questions"]) if chosen["tools"] else []
     if save is not None:
         check_folder(save)
     loaded = _load(model, chosen, chosen["quantize"])
     if loaded.tokenizer is None:
-        raise InputError(f"{loaded.path} has no tokenizer files, so texts cannot be read.")
-    tokens = tokenized(texts, loaded.tokenizer, chosen["chat"])
+        raise InputError(f"{loaded.path} has no tokenizer files, so files cannot be tokenized.")
+    tokens = tokenized(files, loaded.tokenizer, chosen["chat"])
     plan = _plan(tokens, questions, loaded.tokenizer, loaded.engine.model.config.context, chosen)
-    document = _document(loaded, plan, list(texts), _measure(model, loaded, settings, plan, chosen))
+    document = _document(loaded, plan, list(files), _measure(model, loaded, settings, plan, chosen))
     if as_json:
         click.echo(json.dumps(document, indent=2))
     else:
@@ -133,16 +143,26 @@ def evaluate(model: str | None, as_json: bool, save: Path | None, **chosen: Any)
             click.echo(f"wrote {path}", err=True)
 
 
-def _load(model: str | None, chosen: dict[str, Any], quantize: int | None) -> "LanguageModel":
-    from auraflux.run.load import load
+def _current_names(settings: str) -> str:
+    """Replace old names of changes, with a notice."""
+    for old, new in OLD_CHANGES.items():
+        changed = settings.replace(f"+{old}=", f"+{new}=")
+        if changed != settings:
+            notice(click.get_current_context(), f"+{old}=", f"+{new}=")
+        settings = changed
+    return settings
 
-    return load(model, chosen["device"], "none", quantize, chosen["exact"], OPEN, sequences=1)
+
+def _load(model: str | None, chosen: dict[str, Any], quantize: int | None) -> "LanguageModel":
+    from auraflux.loading.load import load
+
+    return load(model, chosen["device"], "none", quantize, chosen["exact"], LOAD_CONTEXT, max_sequences=1)
 
 
 def _measure(
-    model: str | None, loaded: "LanguageModel", settings: list[Any], plan: "Plan", chosen: dict[str, Any]
+    model: str | None, loaded: "LanguageModel", settings: list[Any], plan: "Tasks", chosen: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Run what has not been run before: one row for each setting."""
+    """Measure the settings, resuming an interrupted run; return one row per setting."""
     import auraflux
     from auraflux.eval.run import Evaluation
     from auraflux.eval.state import State, digest
@@ -153,7 +173,7 @@ def _measure(
         auraflux.__version__,
         chosen["quantize"],
         chosen["exact"],
-        _calibrated(chosen["calibrate"]),
+        _calibration_key(chosen["calibrate"]),
         str(loaded.engine.device),
         plan.digest,
     )
@@ -162,41 +182,41 @@ def _measure(
         state_file.unlink(missing_ok=True)
     state = State(state_file)
     if len(state):
-        click.echo(f"note: {len(state)} results of an interrupted run are taken over; --fresh measures them again.", err=True)
+        click.echo(f"note: {len(state)} results of an interrupted run are reused; --fresh measures them again.", err=True)
     try:
-        with _progress() as tell:
+        with _progress() as report:
             bases = _bases(model, loaded, chosen)
-            vectors = _vectors(bases, loaded.path, chosen["calibrate"])
+            calibrations = _calibrations(bases, loaded.path, chosen["calibrate"])
             engines = lambda bits: bases(bits).engine  # noqa: E731
-            rows = Evaluation(engines, vectors, settings, plan, state, chosen["exact"], tell).run()
+            rows = Evaluation(engines, calibrations, settings, plan, state, chosen["exact"], report).run()
     finally:
         state.close()
     state.remove()
     return rows
 
 
-def _calibrated(calibrate: str) -> tuple[Any, ...]:
-    """Tell what is known of keys from what else might be: the recipe, or the file as it is now."""
-    from auraflux.run.calibrate import RECIPE
-    from auraflux.run.calibration import AUTO
-    from auraflux.weights.boundary import regular
+def _calibration_key(calibrate: str) -> tuple[Any, ...]:
+    """Return what identifies the key calibration: its recipe, or the file with its size and time."""
+    from auraflux.engine.calibrate import RECIPE
+    from auraflux.engine.calibration import AUTO
+    from auraflux.weights.formats.untrusted import regular_file
 
     if calibrate == AUTO:
         return AUTO, RECIPE
-    file = regular(Path(calibrate))
+    file = regular_file(Path(calibrate))
     return str(file), file.stat().st_size, file.stat().st_mtime_ns
 
 
 def _plan(
-    texts: "list[Text]", questions: "list[Question]", tokenizer: "Tokenizer", trained: int, chosen: dict[str, Any]
-) -> "Plan":
-    """What the options ask for; refuses what the texts or the model are too short for."""
+    documents: "list[Text]", questions: "list[ToolQuestion]", tokenizer: "Tokenizer", trained: int, chosen: dict[str, Any]
+) -> "Tasks":
+    """Return the tasks of the options; refuse lengths beyond the documents or the model's context."""
     from auraflux.eval.needle import haystack
-    from auraflux.eval.run import Plan
+    from auraflux.eval.run import Tasks
     from auraflux.eval.text import copies, windows
     from auraflux.eval.tools import conversations
 
-    longest = max(texts, key=lambda text: len(text.ids))
+    longest = max(documents, key=lambda document: len(document.ids))
     wanted = [
         chosen["window"],
         *(n + COPY for n in chosen["distances"]),
@@ -205,24 +225,24 @@ def _plan(
         *chosen["speeds"],
     ]
     if max(wanted) > trained:
-        raise SettingsError(f"{max(wanted)} tokens are more than the {trained} that the model was made for.")
-    cut = windows(texts, chosen["window"], chosen["windows"])
+        raise SettingsError(f"{max(wanted)} tokens exceed the model's context of {trained}.")
+    cut = windows(documents, chosen["window"], chosen["windows"])
     for length in chosen["speeds"]:
         if length > len(longest.ids):
             raise InputError(
-                f"no text has {length} tokens to read before writing is timed; the longest has {len(longest.ids)}."
+                f"no file has the {length} tokens that --speed needs as context; the longest has {len(longest.ids)}."
             )
-    return Plan(
+    return Tasks(
         cut,
-        copies(texts, chosen["distances"], COPY),
-        {length: [haystack(longest, tokenizer, length, turn) for turn in range(TURNS)] for length in chosen["needles"]},
+        copies(documents, chosen["distances"], COPY),
+        {length: [haystack(longest, tokenizer, length, number) for number in range(HAYSTACKS)] for length in chosen["needles"]},
         {length: conversations(questions, longest, tokenizer, length) for length in chosen["tools"]},
         {length: list(longest.ids[:length]) for length in chosen["speeds"]},
     )
 
 
 def _bases(model: str | None, loaded: "LanguageModel", chosen: dict[str, Any]) -> "Callable[[int | None], LanguageModel]":
-    """Models by the bits of their weights: the one that is loaded, and one more at a time."""
+    """Return a function from weight bits to a model: the loaded one, and one other at a time."""
     other: dict[int, LanguageModel] = {}
 
     def base(bits: int | None) -> "LanguageModel":
@@ -236,23 +256,23 @@ def _bases(model: str | None, loaded: "LanguageModel", chosen: dict[str, Any]) -
     return base
 
 
-def _vectors(
+def _calibrations(
     bases: "Callable[[int | None], LanguageModel]", path: Path, calibrate: str
-) -> "Callable[[int | None], ModelVectors]":
-    """Those of the keys of models by the bits of their weights."""
-    from auraflux.run import calibration
-    from auraflux.run.engine import nbytes
+) -> "Callable[[int | None], ModelCalibration]":
+    """Return a function from weight bits to the key calibration of that model."""
+    from auraflux.engine import calibration
+    from auraflux.engine.engine import nbytes
 
-    known: dict[int | None, ModelVectors] = {}
+    known: dict[int | None, ModelCalibration] = {}
 
-    def found(bits: int | None) -> "ModelVectors":
+    def found(bits: int | None) -> "ModelCalibration":
         if bits not in known:
             base = bases(bits)
             engine, cache = base.engine, base.engine.cache
-            count = calibration.enough_tokens(nbytes(engine.model), engine.device, base.experts is not None)
+            count = calibration.calibration_tokens(nbytes(engine.model), engine.device, base.experts is not None)
             options: dict[str, Any] = {"dtype": cache.dtype, "device": engine.device}
             subject = engine.model, cache.shapes, path, base.tokenizer, count
-            known[bits] = calibration.vectors_for(calibrate, *subject, **options)
+            known[bits] = calibration.load_or_calibrate(calibrate, *subject, **options)
         return known[bits]
 
     return found
@@ -269,11 +289,11 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
 
 
-def _document(loaded: "LanguageModel", plan: "Plan", texts: list[str], rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _document(loaded: "LanguageModel", plan: "Tasks", files: list[str], rows: list[dict[str, Any]]) -> dict[str, Any]:
     from dataclasses import asdict
 
     import auraflux
-    from auraflux.bench.document import commit
+    from auraflux.bench.report import commit
     from auraflux.machine import load, this_machine
 
     return {
@@ -284,7 +304,7 @@ def _document(loaded: "LanguageModel", plan: "Plan", texts: list[str], rows: lis
         "load": round(load(), 2),
         "device": str(loaded.engine.device),
         "model": loaded.path.name,
-        "texts": texts,
+        "texts": files,
         "windows": len(plan.windows),
         "tokens": sum(passage.measured for passage in plan.windows),
         "results": rows,
@@ -292,8 +312,8 @@ def _document(loaded: "LanguageModel", plan: "Plan", texts: list[str], rows: lis
 
 
 def _show(document: dict[str, Any]) -> None:
-    from auraflux.cli.eval_table import needle_table, quality_table, speed_table, tools_table
-    from auraflux.cli.screen import stdout
+    from auraflux.cli.output.eval_table import needle_table, quality_table, speed_table, tools_table
+    from auraflux.cli.output.screen import stdout
 
     console = stdout()
     windows = "1 window" if document["windows"] == 1 else f"{document['windows']} windows"

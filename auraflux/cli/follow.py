@@ -1,29 +1,29 @@
-"""`auraflux follow`: one of the processes or machines that run a model together."""
+"""`auraflux follow`: a rank other than 0 of a model on several machines."""
 
 import os
 
 import click
 
-from auraflux.cli.options import hush_torch, timeout_option
+from auraflux.cli.options.model import hush_torch, timeout_option
 
 
 @click.command()
 @click.argument("address")
 @click.argument("model")
 @timeout_option
-@click.option("--wire", default="here", hidden=True, help="A slower network to pretend: 10gbe, 1gbe or wifi.")
-@click.option("--restart", is_flag=True, help="Join again when the group was lost, instead of ending.")
+@click.option("--wire", default="here", hidden=True, help="Network to simulate: 10gbe, 1gbe or wifi.")
+@click.option("--restart", is_flag=True, help="Join again when the group is lost, instead of exiting.")
 def follow(address: str, model: str, rank_timeout: float, wire: str, restart: bool) -> None:
-    """Run a part of MODEL for another machine.
+    """Run a rank of MODEL for another machine.
 
-    That is rank 0, which waits at ADDRESS, such as 10.0.0.1:29400; this ends when it does.
-    MODEL must hold the same files as rank 0's. Ranks trust each other and their network: use one that only they are on.
+    Rank 0 waits at ADDRESS, such as 10.0.0.1:29400; this process exits when rank 0 does.
+    MODEL must have the same files as on rank 0. Ranks trust each other and their network: use a private one.
     """
     hush_torch()
-    from auraflux.run.ranks.follow import follow as take_part
-    from auraflux.run.ranks.parallel import PORT, address_of
-    from auraflux.run.ranks.wire import find_wire
+    from auraflux.distributed.comm.slow_link import find_link
+    from auraflux.distributed.follower import follow as run_follower
+    from auraflux.distributed.parallel import PORT, address_of
 
-    take_part(*address_of(address, PORT), model, timeout_s=rank_timeout, restart=restart, wire=find_wire(wire))
-    # connections that are waited on would keep the process
+    run_follower(*address_of(address, PORT), model, timeout_s=rank_timeout, restart=restart, link=find_link(wire))
+    # open connections would keep the process alive
     os._exit(0)

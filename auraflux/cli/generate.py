@@ -1,4 +1,4 @@
-"""`auraflux generate`: continue a text, or answer a question, once."""
+"""`auraflux generate`: complete a prompt, or answer a message, once."""
 
 import json
 from collections.abc import Iterable
@@ -7,55 +7,55 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from auraflux.cli.options import LOADING, RANKS, SAMPLING, load_model, model_argument, options, sampling
-from auraflux.cli.stdin import read_all
-from auraflux.cli.traffic import show_traffic, summary
-from auraflux.cli.units import size
+from auraflux.cli.options.model import LOADING, RANKS, SAMPLING, load_model, model_argument, options, sampling
+from auraflux.cli.options.stdin import read_all
+from auraflux.cli.output.expert_stats import show_expert_stats, summary
+from auraflux.cli.output.units import size
 from auraflux.errors import InputError
 
 if TYPE_CHECKING:
-    from auraflux.run.stats import Stats
+    from auraflux.scheduler.stats import Stats
 
 
 @click.command()
 @model_argument
-@click.option("--prompt", "-p", "prompts", multiple=True, help="The text to continue; - reads stdin. Several run together.")
-@click.option("--chat", is_flag=True, help="Take the prompt as a message to answer, in the model's chat format.")
-@click.option("--system", metavar="TEXT", help="What the model is told before the message; implies --chat.")
+@click.option("--prompt", "-p", "prompts", multiple=True, help="Prompt; - reads stdin. Several prompts run as one batch.")
+@click.option("--chat", is_flag=True, help="Send the prompt as a user message in the model's chat template.")
+@click.option("--system", metavar="TEXT", help="System message; implies --chat.")
 @options(LOADING)
 @options(RANKS)
 @options(SAMPLING)
-@click.option("--stats", is_flag=True, help="Also show what was read of a packed model's experts, layer by layer.")
-@click.option("--json", "as_json", is_flag=True, help="Print text and figures as JSON when all is done.")
+@click.option("--stats", is_flag=True, help="Also show the expert cache's hits, misses and reads by layer.")
+@click.option("--json", "as_json", is_flag=True, help="Print the output and statistics as JSON at the end.")
 def generate(
     model: str | None, prompts: tuple[str, ...], chat: bool, system: str | None, stats: bool, as_json: bool, **chosen: Any
 ) -> None:
-    """Continue a text, or answer it with --chat.
+    """Complete a prompt, or answer it with --chat.
 
-    MODEL is a folder, a GGUF file or a name; with none, the built-in default.
-    The text goes to stdout as it is written, the figures to stderr.
+    MODEL is a folder, a GGUF file or a name; without it, the built-in model.
+    The output streams to stdout; statistics go to stderr.
     """
-    texts = [read_all() if text == "-" else text for text in prompts]
-    if not texts:
+    prompts = tuple(read_all() if prompt == "-" else prompt for prompt in prompts)
+    if not prompts:
         raise InputError("there is no prompt. Give one with -p TEXT, or -p - to read stdin.")
     settings = sampling(chosen)
     chat = chat or system is not None
-    loaded = load_model(model, chosen, chat=chat, sequences=len(texts))
+    loaded = load_model(model, chosen, chat=chat, sequences=len(prompts))
     one, several = (loaded.chat, loaded.chat_batch) if chat else (loaded.generate, loaded.generate_batch)
-    asked: list[Any] = [_messages(text, system) for text in texts] if chat else texts
-    if len(asked) == 1:
-        written = _stream(one(asked[0], **settings), as_json)
+    inputs: list[Any] = [_messages(prompt, system) for prompt in prompts] if chat else list(prompts)
+    if len(inputs) == 1:
+        outputs = _stream(one(inputs[0], **settings), as_json)
     else:
-        written = several(asked, **settings)
-        for text, answer in zip(texts, written, strict=True):
+        outputs = several(inputs, **settings)
+        for prompt, output in zip(prompts, outputs, strict=True):
             if not as_json:
-                click.echo(f"> {text}\n{answer}\n")
+                click.echo(f"> {prompt}\n{output}\n")
     if as_json:
-        click.echo(json.dumps({"texts": written, "stats": asdict(loaded.stats)}, indent=2, ensure_ascii=False))
+        click.echo(json.dumps({"texts": outputs, "stats": asdict(loaded.stats)}, indent=2, ensure_ascii=False))
     else:
         click.echo(figures(loaded.stats, loaded.engine.cache.settings.kv), err=True)
         if stats:
-            show_traffic(loaded.stats.experts)
+            show_expert_stats(loaded.stats.experts)
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:
@@ -63,38 +63,38 @@ def _messages(text: str, system: str | None) -> list[dict[str, str]]:
     return [*before, {"role": "user", "content": text}]
 
 
-def _stream(written: Iterable[str], quiet: bool) -> list[str]:
-    """Show the text as it comes."""
-    pieces = []
-    for piece in written:
-        pieces.append(piece)
+def _stream(deltas: Iterable[str], quiet: bool) -> list[str]:
+    """Print an output while it streams and return it."""
+    received = []
+    for delta in deltas:
+        received.append(delta)
         if not quiet:
-            click.echo(piece, nl=False)
+            click.echo(delta, nl=False)
     if not quiet:
         click.echo()
-    return ["".join(pieces)]
+    return ["".join(received)]
 
 
 def figures(stats: "Stats", kv: str) -> str:
-    """One line about a generation."""
+    """Summarize a generation in one line."""
     parts = [f"prompt {_tokens(stats.prompt_tokens)}, {stats.prefill_rate:.1f}/s"]
     if stats.reused_tokens:
-        parts[0] += f" ({stats.reused_tokens} more were still there)"
-    parts.append(f"written {_tokens(stats.tokens)}, {stats.decode_rate:.1f}/s")
+        parts[0] += f" ({stats.reused_tokens} reused)"
+    parts.append(f"generated {_tokens(stats.tokens)}, {stats.decode_rate:.1f}/s")
     if stats.drafted:
-        parts[-1] += f", {stats.tokens_per_step:.1f} a step, {stats.accepted} of {stats.drafted} guesses right"
-    held = f"cache {size(stats.cache_nbytes)}"
+        parts[-1] += f", {stats.tokens_per_step:.1f} per step, accepted {stats.accepted} of {stats.drafted} draft tokens"
+    cache = f"KV cache {size(stats.cache_nbytes)}"
     if kv != "none" and stats.cache_nbytes:
-        kept = f", {size(stats.kept_nbytes)} of it as it is" if stats.kept_nbytes else ""
-        held += f" ({kv}{kept}); uncompressed {size(stats.plain_nbytes)}"
-        # a short text is mostly what is kept as it is
-        if stats.plain_nbytes > stats.cache_nbytes:
-            held += f", {stats.plain_nbytes / stats.cache_nbytes:.1f}x"
-    parts.append(held)
+        full_precision = f", {size(stats.full_precision_nbytes)} in full precision" if stats.full_precision_nbytes else ""
+        cache += f" ({kv}{full_precision}); uncompressed {size(stats.uncompressed_nbytes)}"
+        # most of a short sequence is sink and recent tokens in full precision
+        if stats.uncompressed_nbytes > stats.cache_nbytes:
+            cache += f", {stats.uncompressed_nbytes / stats.cache_nbytes:.1f}x"
+    parts.append(cache)
     if stats.experts is not None:
         parts.append(summary(stats.experts.total))
     if stats.invariant:
-        parts.append("invariant")
+        parts.append("batch-invariant")
     return " · ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""`auraflux inspect`: what a model is, and how much memory it needs here."""
+"""`auraflux inspect`: a model's layers, formats and memory."""
 
 import json
 from collections import Counter
@@ -6,53 +6,53 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from auraflux.cli.units import memory_size
+from auraflux.cli.output.units import memory_size
 
 if TYPE_CHECKING:
-    from auraflux.weights.plan import Share
+    from auraflux.weights.memory_plan import TensorTotals
 
-MARKS = {"now": "[green]✓[/green]", "alone": "[yellow]~[/yellow]", "no": "[red]✗[/red]"}
+SYMBOLS = {"now": "[green]✓[/green]", "alone": "[yellow]~[/yellow]", "no": "[red]✗[/red]"}
 
 
 @click.command()
 @click.argument("path", metavar="[MODEL]", required=False)
-@click.option("--quantize", type=int, metavar="BITS", help="Count dense weights as if they were loaded with so many bits.")
-@click.option("--expert-memory", metavar="SIZE", help="Of a packed model, also show what this budget for experts means.")
+@click.option("--quantize", type=int, metavar="BITS", help="Count dense weights as if quantized to this many bits.")
+@click.option("--expert-memory", metavar="SIZE", help="For a packed model: also show an expert cache of this size.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(path: str | None, quantize: int | None, expert_memory: str | None, as_json: bool) -> None:
-    """Show what a model consists of, and the memory it needs.
+    """Show a model's layers and formats, and the memory it needs.
 
-    MODEL is a folder, a GGUF file or a name; with none, the built-in default. Memory is that of weights and cache together, for
-    one sequence, with each setting of the cache: windows and recurrent layers do not grow with the context.
+    MODEL is a folder, a GGUF file or a name; without it, the built-in model. Memory is that of the weights and the KV cache of
+    one sequence, for each KV cache quantization. Sliding-window and recurrent layers do not grow with the context.
 
-    Of each format it says what is exact of its weights, and how they are multiplied, by one token and by a prompt: on this
-    machine's CPU, and on its GPU, or on an H200 where it has none. `auraflux ops --explain` tells which kernels these are.
+    For each weight format it shows whether the format is lossless here and which kernels run in decode and in prefill: on this
+    CPU, and on this GPU, or on an H200 where there is none. `auraflux ops --explain` lists the kernels.
 
-    Of a packed model the disk is measured, for a second, and budgets for its experts are shown: which of them are mapped, how
-    many experts are held otherwise, and how long a token's reads take.
+    For a packed model it measures the disk for a second and shows several sizes of the expert cache: whether the files are
+    memory-mapped, how many experts are cached, and how long the reads of a token take.
     """
-    from auraflux.run.progress import on_terminal
-    from auraflux.weights.pull import locate
+    from auraflux.progress import on_terminal
+    from auraflux.weights.download.pull import locate
 
     with on_terminal() as report:
-        found = _look(str(locate(path, report)), quantize, expert_memory)
+        found = _collect(str(locate(path, report)), quantize, expert_memory)
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
         _show(found)
 
 
-def _look(path: str, bits: int | None, expert_memory: str | None) -> dict[str, Any]:
+def _collect(path: str, bits: int | None, expert_memory: str | None) -> dict[str, Any]:
     from auraflux.cache import CacheSettings
-    from auraflux.cli import inspect_experts
+    from auraflux.cli.output import inspect_experts
+    from auraflux.engine.calibration import find_cached
     from auraflux.machine import free_nbytes, this_machine
     from auraflux.models import family
     from auraflux.models.config import experts_per_token
     from auraflux.quant import check_format
-    from auraflux.run.calibration import kept_for
-    from auraflux.weights.checkpoint import open_checkpoint
-    from auraflux.weights.plan import cache_table, contexts, plain_nbytes, survey
-    from auraflux.weights.speeds import advice, runs
+    from auraflux.weights.format_speed import advice, format_speeds
+    from auraflux.weights.formats.checkpoint import open_checkpoint
+    from auraflux.weights.memory_plan import cache_table, contexts, full_precision_nbytes, plan_memory
 
     if bits is not None:
         check_format(bits, 64)
@@ -60,15 +60,15 @@ def _look(path: str, bits: int | None, expert_memory: str | None) -> dict[str, A
     kind = family(checkpoint.config)
     config = kind.Config.from_hf(checkpoint.config)
     shapes = kind.make_caches(config)
-    further = kind.Model.mtp_place(config)
-    beyond = () if further is None else further.beyond
-    tensors = survey(checkpoint, kind.rename, bits, beyond=beyond)
+    mtp = kind.Model.mtp_names(config)
+    mtp_prefixes = () if mtp is None else mtp.prefixes
+    tensors = plan_memory(checkpoint, kind.rename, bits, mtp_prefixes=mtp_prefixes)
     memory, free = this_machine().memory_nbytes, free_nbytes()
     weights = tensors.total.memory_nbytes
-    experts = None if checkpoint.experts is None else checkpoint.experts.without(beyond)
+    experts = None if checkpoint.experts is None else checkpoint.experts.without(mtp_prefixes)
     k = 0 if experts is None else experts_per_token(checkpoint.config)
     gpu, capability = _gpu()
-    products = runs(checkpoint, kind.rename, bits, capability)
+    products = format_speeds(checkpoint, kind.rename, bits, capability)
     return {
         "path": path,
         "form": checkpoint.form,
@@ -78,21 +78,21 @@ def _look(path: str, bits: int | None, expert_memory: str | None) -> dict[str, A
         "context": config.context,
         "notes": checkpoint.notes,
         "total": vars(tensors.total),
-        "mtp": vars(tensors.mtp) if further is not None and further.is_in(checkpoint, kind.rename) else None,
+        "mtp": vars(tensors.mtp) if mtp is not None and mtp.is_in(checkpoint, kind.rename) else None,
         "unused": vars(tensors.unused),
         "rows": vars(tensors.rows),
         "parts": {name: vars(share) for name, share in _largest_first(tensors.kinds)},
         "formats": {name: vars(share) for name, share in _largest_first(tensors.formats)},
         "gpu": gpu,
-        "runs": [each.told() for each in products],
+        "runs": [each.to_json() for each in products],
         "advice": advice(products, path, weights, memory, experts is not None),
-        "experts": None if experts is None else inspect_experts.look(experts, k, free, expert_memory),
-        "plain": {
-            "first": CacheSettings().plain_first,
-            "newest": CacheSettings().plain_newest,
-            "nbytes": plain_nbytes(shapes),
+        "experts": None if experts is None else inspect_experts.measure(experts, k, free, expert_memory),
+        "full_precision": {
+            "sink_tokens": CacheSettings().resolved_sink_tokens,
+            "recent_window": CacheSettings().resolved_recent_window,
+            "nbytes": full_precision_nbytes(shapes),
         },
-        "calibration": kept_for(checkpoint.path),
+        "calibration": find_cached(checkpoint.path),
         "machine": {"memory_nbytes": memory, "free_nbytes": free},
         "memory": [
             _setting(kv, cache, weights, memory, free) for kv, cache in cache_table(shapes, contexts(config.context)).items()
@@ -101,17 +101,17 @@ def _look(path: str, bits: int | None, expert_memory: str | None) -> dict[str, A
 
 
 def _gpu() -> tuple[str, tuple[int, int]]:
-    """The GPU that kernels are asked for, and its compute capability."""
+    """Return the name and compute capability of the GPU whose kernels are shown."""
     import torch
 
-    from auraflux.ops.assumed import HOPPER
+    from auraflux.ops.fake_gpu import HOPPER
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     return "an H200", HOPPER
 
 
-def _largest_first(shares: "dict[str, Share]") -> "list[tuple[str, Share]]":
+def _largest_first(shares: "dict[str, TensorTotals]") -> "list[tuple[str, TensorTotals]]":
     return sorted(shares.items(), key=lambda item: -item[1].nbytes)
 
 
@@ -133,8 +133,8 @@ def _setting(kv: str, cache: dict[int, int] | str, weights: int, memory: int, fr
 def _show(found: dict[str, Any]) -> None:
     from rich.markup import escape
 
-    from auraflux.cli import inspect_experts
-    from auraflux.cli.screen import stdout
+    from auraflux.cli.output import inspect_experts
+    from auraflux.cli.output.screen import stdout
 
     console = stdout()
     total = found["total"]
@@ -151,38 +151,36 @@ def _show(found: dict[str, Any]) -> None:
         console.print(f"[yellow]advice[/yellow] {escape(line)}")
     if found["mtp"] is not None:
         size = memory_size(found["mtp"]["memory_nbytes"])
-        console.print(f"a layer that predicts further tokens: {size} more in memory with --speculate mtp")
+        console.print(f"MTP head: {size} more in memory with --speculate mtp")
     if found["rows"]["tensors"]:
         sizes = memory_size(found["rows"]["nbytes"]), memory_size(found["rows"]["memory_nbytes"])
-        console.print(
-            f"rows on disk: {sizes[0]} are read row by row as tokens need them; at most {sizes[1]} of them stay in memory"
-        )
+        console.print(f"on-disk tables: {sizes[0]} are read row by row on demand; at most {sizes[1]} are cached in memory")
     if found["unused"]["tensors"]:
-        console.print(f"not used: {found['unused']['tensors']} tensors, {memory_size(found['unused']['nbytes'])}")
+        console.print(f"unused: {found['unused']['tensors']} tensors, {memory_size(found['unused']['nbytes'])}")
     if found["experts"] is not None:
         inspect_experts.show(console, found["experts"])
     console.print(_memory(found))
-    for line in _about_keys(found):
+    for line in _kv_lines(found):
         console.print(escape(line))
     machine = found["machine"]
     console.print(
         f"this machine has {memory_size(machine['memory_nbytes'])} of memory, {memory_size(machine['free_nbytes'])} free: "
-        f"{MARKS['now']} fits now, {MARKS['alone']} fits when nothing else runs, {MARKS['no']} does not fit"
+        f"{SYMBOLS['now']} fits now, {SYMBOLS['alone']} fits if nothing else runs, {SYMBOLS['no']} does not fit"
     )
     for setting in found["memory"]:
         if setting["refused"] is not None:
             console.print(f"[dim]{escape(setting['refused'])}[/dim]")
 
 
-def _about_keys(found: dict[str, Any]) -> list[str]:
-    """What is kept beside codes, and what is known of the model's keys."""
-    plain, calibration = found["plain"], found["calibration"]
+def _kv_lines(found: dict[str, Any]) -> list[str]:
+    """Return lines about the full-precision part of a quantized KV cache and about key calibration."""
+    window, calibration = found["full_precision"], found["calibration"]
     lines = []
-    if plain["nbytes"]:
-        what = f"the first {plain['first']} and newest {plain['newest']} positions"
-        lines.append(f"beside codes, a text keeps {what} as they are: {memory_size(plain['nbytes'])}")
+    if window["nbytes"]:
+        tokens = f"{window['sink_tokens']} sink tokens and {window['recent_window']} recent tokens"
+        lines.append(f"in full precision per sequence: {tokens}, {memory_size(window['nbytes'])}")
     if calibration is not None:
-        lines.append(f"keys were calibrated with {calibration['tokens']} tokens: {calibration['file']}")
+        lines.append(f"key calibration from {calibration['tokens']} tokens: {calibration['file']}")
     return lines
 
 
@@ -190,7 +188,7 @@ def _shares(title: str, shares: dict[str, dict[str, int]], total: dict[str, int]
     from rich.table import Table
 
     table = Table(title)
-    for name in ("tensors", "parameters", "on disk", "in memory", "bits each"):
+    for name in ("tensors", "parameters", "on disk", "in memory", "bits/weight"):
         table.add_column(name, justify="right")
     for name, share in [*shares.items(), ("[bold]all[/bold]", total)]:
         each = f"{share['memory_nbytes'] * 8 / max(1, share['parameters']):.2f}"
@@ -203,11 +201,11 @@ def _products(found: dict[str, Any]) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("products of", "on", "one token", "a prompt", title_justify="left")
+    table = Table("weights", "device", "decode", "prefill", title_justify="left")
     for each in found["runs"]:
-        name = f"{each['format']}{', experts' if each['experts'] else ''}: {each['kept']}"
-        for backend, paces in each["paces"].items():
-            cells = [f"{pace['does']}: {pace['fast']}" for pace in paces.values()]
+        name = f"{each['format']}{', experts' if each['experts'] else ''}: {each['precision']}"
+        for backend, speeds in each["speeds"].items():
+            cells = [f"{speed['method']}: {speed['speed']}" for speed in speeds.values()]
             table.add_row(escape(name), {"cpu": "CPU", "cuda": escape(found["gpu"])}[backend], *map(escape, cells))
             name = ""
     return table
@@ -217,16 +215,16 @@ def _memory(found: dict[str, Any]) -> Any:
     from rich.table import Table
 
     lengths = max(([need["context"] for need in setting["contexts"]] for setting in found["memory"]), key=len)
-    what = "weights + cache" if found["experts"] is None else "weights without packed experts + cache"
+    what = "weights + KV cache" if found["experts"] is None else "weights without packed experts + KV cache"
     table = Table("kv", title=f"{what}, by context", title_justify="left")
     for length in lengths:
         table.add_column(f"{length:,}", justify="right")
     for setting in found["memory"]:
         cells = [
-            f"{MARKS[need['fits']]} {memory_size(need['nbytes'])} [dim](cache {memory_size(need['cache_nbytes'])})[/dim]"
+            f"{SYMBOLS[need['fits']]} {memory_size(need['nbytes'])} [dim](KV {memory_size(need['cache_nbytes'])})[/dim]"
             for need in setting["contexts"]
         ]
-        table.add_row(setting["kv"], *(cells or ["[dim]cannot be honoured[/dim]"]))
+        table.add_row(setting["kv"], *(cells or ["[dim]not supported[/dim]"]))
     return table
 
 

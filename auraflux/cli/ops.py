@@ -1,49 +1,49 @@
-"""`auraflux ops`: the operations, their kernels and where they come from."""
+"""`auraflux ops`: the operations, their kernels and equivalent kernels of other projects."""
 
 import json
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from auraflux.cli.failure import Failure
+from auraflux.cli.output.failure import Failure
 
 if TYPE_CHECKING:
     from auraflux.ops._dispatch import Op
 
 
 @click.command()
-@click.option(
-    "--check", is_flag=True, help="Run every case on every kernel here, and show what declined and how far off it was."
-)
+@click.option("--check", is_flag=True, help="Run every case on every kernel of this machine; show errors and declined cases.")
 @click.option(
     "--explain",
     nargs=2,
     metavar="OP CASE",
-    help="Say which kernel a case takes, and why those before it refused; CASE may be 'all'. "
-    "'model SHAPE' says it of all ops of a model's steps; shapes are those of 'auraflux bench model'.",
+    help="Show which kernel a case runs on, and why the kernels before it declined; CASE may be 'all'. "
+    "'model SHAPE' shows every op of a model's steps; shapes are those of 'auraflux bench model'.",
 )
 @click.option(
     "--device",
     type=click.Choice(["cuda", "cpu"]),
     default="cuda",
     show_default=True,
-    help="With --explain: kernels of an H200, or of this CPU.",
+    help="With --explain: kernels for an H200, or for this CPU.",
 )
-@click.option("--kv", metavar="KXVY", help="With --explain model: bits of keys and values in the cache, or none.")
-@click.option("--batch", type=click.IntRange(1, 1 << 20), metavar="N", help="With --explain model: texts written at once.")
-@click.option("--at", type=click.IntRange(1, 1 << 24), metavar="N", help="With --explain model: tokens of a text; else 1024.")
-@click.option("--quantize", type=int, metavar="BITS", help="With --explain model: bits of weights; by default 4.")
-@click.option("--exact", is_flag=True, default=None, help="With --explain model: multiply float32 activations, not int8 ones.")
-@click.option("--invariant", is_flag=True, default=None, help="With --explain model: what gives the same bits in any company.")
+@click.option("--kv", metavar="KXVY", help="With --explain model: KV cache quantization.")
+@click.option("--batch", type=click.IntRange(1, 1 << 20), metavar="N", help="With --explain model: batch size.")
+@click.option(
+    "--at", type=click.IntRange(1, 1 << 24), metavar="N", help="With --explain model: context length; by default 1024."
+)
+@click.option("--quantize", type=int, metavar="BITS", help="With --explain model: bits per weight; by default 4.")
+@click.option("--exact", is_flag=True, default=None, help="With --explain model: float32 activations.")
+@click.option("--invariant", is_flag=True, default=None, help="With --explain model: batch-invariant kernels.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def ops(check: bool, explain: tuple[str, str] | None, device: str, as_json: bool, **options: Any) -> None:
     """List the operations and their kernels.
 
-    A kernel may decline a call; the reference then runs in its place. Reasons that show only when an op is called are found
-    with --check. Where an op has several kernels, --explain says which one a case takes, or a model; no GPU and no weights are
-    needed for that. 'Stands for' names kernels of moeflux, metaltile and mlx-native that do the same.
+    A kernel may decline a call; the reference then runs instead. --check also finds reasons that appear only when an op is
+    called. --explain shows which of several kernels a case or a model runs on, without a GPU or weights. 'Stands for' names the
+    equivalent kernels of moeflux, metaltile and mlx-native.
     """
-    from auraflux.cli import ops_explain
+    from auraflux.cli.output import ops_explain
     from auraflux.ops._dispatch import all_ops
 
     if explain is not None:
@@ -80,7 +80,7 @@ def _row(op: "Op", checked: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _check(found: "list[Op]") -> dict[str, dict[str, Any]]:
-    """For each op and backend: how many cases ran, the worst error, which declined and why, which were wrong."""
+    """Run every case; return the number of cases, worst error, declined and wrong cases by op and backend."""
     import torch
     from rich.console import Console
     from rich.progress import track
@@ -110,7 +110,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from auraflux.cli.screen import stdout
+    from auraflux.cli.output.screen import stdout
 
     with_checks = any("checked" in row for row in rows)
     table = Table("family", "op", "backends", "stands for", "declined", *(["checked"] if with_checks else []))

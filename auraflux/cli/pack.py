@@ -1,50 +1,51 @@
-"""`auraflux pack`: write a model so that its experts can stay on disk."""
+"""`auraflux pack`: write a model whose experts can stay on disk."""
 
 from pathlib import Path
 
 import click
 
+from auraflux.cli.convert import group_size_option, write_tokenizer
+
 
 @click.command()
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
-@click.option("--quantize", "bits", type=int, metavar="BITS", help="Round weights to so many bits: 2, 3, 4, 5, 6 or 8.")
-@click.option("--group", type=int, default=64, show_default=True, help="Weights that share a scale: 32, 64 or 128.")
+@click.option("--quantize", "bits", type=int, metavar="BITS", help="Quantize weights to 2, 3, 4, 5, 6 or 8 bits.")
+@group_size_option
 @click.option(
     "--for",
     "device",
     type=click.Choice(["cpu", "cuda"]),
     default="cpu",
     show_default=True,
-    help="Whose kernels will read the experts: this processor's, or a GPU's.",
+    help="Device whose kernels the expert layout is for: this CPU, or a GPU.",
 )
-@click.option("--force", is_flag=True, help="Replace a model folder that is already there, or a part of one.")
+@click.option("--force", is_flag=True, help="Overwrite an existing model folder, or a partial one.")
 def pack(source: str, target: Path, bits: int | None, group: int, device: str, force: bool) -> None:
-    """Write a mixture whose experts can be read from disk.
+    """Write a mixture-of-experts model for expert offloading to disk.
 
     SRC is a folder of safetensors, a GGUF file or a name; DST is the folder to write, which runs in less memory than its
-    experts need: `auraflux generate DST --expert-memory 4GB`. Quantized weights stay as they are unless --quantize asks for
-    fewer bits; experts that are not quantized need it.
+    experts need: `auraflux generate DST --expert-memory 4GB`. Quantized weights are copied unchanged unless --quantize sets
+    fewer bits; unquantized experts need --quantize.
 
-    DST is written as DST.partial and gets its name when it is whole. What was interrupted is gone on with by the same command.
+    DST is written as DST.partial and renamed when it is complete. Run the same command again to resume after an interruption.
     """
-    from auraflux.cli.convert import write_tokenizer
+    from auraflux.engine import calibration
     from auraflux.models import family
     from auraflux.models.config import experts_per_token
     from auraflux.ops.simd.isa import ISA
-    from auraflux.run import calibration
-    from auraflux.run.progress import on_terminal
-    from auraflux.weights.checkpoint import open_checkpoint
-    from auraflux.weights.expert_files import open_experts
-    from auraflux.weights.expert_settings import size
-    from auraflux.weights.pack import PARTIAL
-    from auraflux.weights.pack import pack as write
-    from auraflux.weights.pull import locate
+    from auraflux.progress import on_terminal
+    from auraflux.weights.convert.pack import PARTIAL
+    from auraflux.weights.convert.pack import pack as write
+    from auraflux.weights.download.pull import locate
+    from auraflux.weights.experts.packed_files import open_experts
+    from auraflux.weights.experts.settings import format_nbytes
+    from auraflux.weights.formats.checkpoint import open_checkpoint
 
     def add(folder: Path) -> None:
         write_tokenizer(checkpoint, folder)
         if bits is None:
-            calibration.carry(checkpoint.path, folder)
+            calibration.copy_into(checkpoint.path, folder)
 
     try:
         with on_terminal() as report:
@@ -62,15 +63,15 @@ def pack(source: str, target: Path, bits: int | None, group: int, device: str, f
                 add=add,
             )
     except KeyboardInterrupt:
-        click.echo(f"note: what is done is kept in {target}{PARTIAL}; the same command goes on with it.", err=True)
+        click.echo(f"note: progress is saved in {target}{PARTIAL}; run the same command again to resume.", err=True)
         raise
     for note in checkpoint.notes:
         click.echo(f"note: {note}", err=True)
     found = open_experts(target)
-    rest = sum(path.stat().st_size for path in target.iterdir() if path.is_file())
+    other = sum(path.stat().st_size for path in target.iterdir() if path.is_file())
     click.echo(
         f"{target}: {found.count * len(found.files)} experts in {len(found.files)} layers, {found.nbytes / 2**20:.1f} MiB; "
-        f"all else {rest / 2**20:.1f} MiB"
+        f"other weights {other / 2**20:.1f} MiB"
     )
-    least = experts_per_token(checkpoint.config) * sum(file.stride for file in found.files)
-    click.echo(f"runs with --expert-memory {size(least).replace(' ', '')} or more")
+    minimum = experts_per_token(checkpoint.config) * sum(file.stride for file in found.files)
+    click.echo(f"needs --expert-memory {format_nbytes(minimum).replace(' ', '')} or more")

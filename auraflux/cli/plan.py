@@ -1,17 +1,18 @@
-"""`auraflux plan`: how a model could be divided among machines, be they described, or there and measured."""
+"""`auraflux plan`: the expected speed of a model on several machines, described or measured."""
 
 import json
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from auraflux.cli.options import hush_torch
+from auraflux.cli.options.model import hush_torch
+from auraflux.cli.options.renamed import Renamed
 from auraflux.errors import SettingsError
 
 if TYPE_CHECKING:
-    from auraflux.run.ranks.measure import Measured
+    from auraflux.distributed.measure import RankMeasurement
 
-USUAL_WIRE = "1gbe"
+DEFAULT_NETWORK = "1gbe"
 
 
 @click.command()
@@ -20,62 +21,68 @@ USUAL_WIRE = "1gbe"
     "--hosts",
     required=True,
     metavar="A,B",
-    help="Addresses or names of machines to measure, this one first: 10.0.0.1,10.0.0.2; or of each its memory, and what its "
-    "disk reads a second: 16GB,32GB/3GB.",
+    help="Hosts to measure, this machine first, such as 10.0.0.1,10.0.0.2; or the memory of each machine, and its disk "
+    "bandwidth per second after a slash: 16GB,32GB/3GB.",
 )
 @click.option(
-    "--wire",
-    help="The network between them: here, 10gbe, 1gbe or wifi; or its latency and bytes a second: 20us/45GB. By default as "
-    f"measured, and {USUAL_WIRE} where nothing is.",
+    "--network",
+    "wire",
+    cls=Renamed,
+    old="--wire",
+    help="Network between them: here, 10gbe, 1gbe or wifi, or latency and bandwidth per second such as 20us/45GB; by default "
+    f"as measured, or {DEFAULT_NETWORK}.",
 )
-@click.option("--context", type=click.IntRange(1), help="Tokens of the text, which are kept and read too; by default none.")
-@click.option("--kv", default="auto", show_default=True, metavar="KXVY", help="Bits of its keys and values, or none.")
+@click.option("--context", type=click.IntRange(1), help="Context length to add to memory and reads; by default 0.")
+@click.option("--kv", default="auto", show_default=True, metavar="KXVY", help="KV cache quantization.")
 @click.option(
-    "--memory-speed",
+    "--memory-bandwidth",
+    "memory_speed",
+    cls=Renamed,
+    old="--memory-speed",
     metavar="SIZE",
-    help="That a machine's memory gives a second; by default as measured, and this one's where the others are not.",
+    help="Memory bandwidth per second of each machine; by default as measured, or that of this machine.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(model: str, hosts: str, as_json: bool, **chosen: Any) -> None:
-    """Forecast how MODEL would run on several machines.
+    """Estimate how MODEL would run on several machines.
 
-    Tells what fits where, how many tokens a second each way of dividing it would write, and what bounds it.
-    Machines that are named by address are measured: the others run 'auraflux follow' with the same MODEL, which ends then.
-    Figures are bytes over speeds: they say which way is worth trying, not what a benchmark will show.
+    Shows the memory of each rank, the decode throughput of each kind of parallelism, and its bottleneck.
+    Machines named by address are measured: run 'auraflux follow' with the same MODEL on the others; it exits afterwards.
+    Estimates are bytes divided by bandwidth: they show which placement to try, not what a benchmark will measure.
     """
     hush_torch()
-    found = _look(model, hosts, **chosen)
+    found = _estimate(model, hosts, **chosen)
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
         _show(found)
 
 
-def _look(
+def _estimate(
     model: str, hosts: str, wire: str | None, context: int | None, kv: str, memory_speed: str | None
 ) -> dict[str, list[dict[str, Any]]]:
-    from auraflux.bench.forecast import parse_hosts, weights_of
-    from auraflux.bench.forecast_ways import forecasts
-    from auraflux.bench.machines import Machines, addresses_in, measured
+    from auraflux.bench.distributed.forecast import parse_hosts, weights_of
+    from auraflux.bench.distributed.hosts import Machines, addresses_in, measured
+    from auraflux.bench.distributed.layouts import forecasts
     from auraflux.cache import CacheSettings
+    from auraflux.distributed.comm.slow_link import find_link
     from auraflux.models import family, family_name
-    from auraflux.ops.simd.ceiling import read_ceiling
-    from auraflux.run.progress import on_terminal
-    from auraflux.run.ranks.wire import find_wire
-    from auraflux.weights.checkpoint import open_checkpoint
-    from auraflux.weights.pull import locate
+    from auraflux.ops.simd.peak_bandwidth import peak_read_bandwidth
+    from auraflux.progress import on_terminal
+    from auraflux.weights.download.pull import locate
+    from auraflux.weights.formats.checkpoint import open_checkpoint
 
-    # what cannot be is refused before a model is fetched
-    addresses, network, rate = addresses_in(hosts), None if wire is None else find_wire(wire), _rate(memory_speed)
-    described = None if addresses else Machines(parse_hosts(hosts), find_wire(USUAL_WIRE))
+    # refuse bad options before a model is downloaded
+    addresses, network, rate = addresses_in(hosts), None if wire is None else find_link(wire), _rate(memory_speed)
+    described = None if addresses else Machines(parse_hosts(hosts), find_link(DEFAULT_NETWORK))
     with on_terminal() as report:
         checkpoint = open_checkpoint(locate(model, report))
     settings = CacheSettings(kv).for_family(family_name(checkpoint.config))
     weights = weights_of(checkpoint, family(checkpoint.config), context, settings)
     if described is not None:
-        machines = described.taken(network, rate or read_ceiling()["all_threads"])
+        machines = described.override(network, rate or peak_read_bandwidth()["all_threads"])
     else:
-        machines = measured(addresses, checkpoint).taken(network, rate)
+        machines = measured(addresses, checkpoint).override(network, rate)
     ways = [
         {"way": each.way, "parts": each.parts, "tokens_per_s": each.rate, "seconds": each.terms, "reason": each.reason}
         | {"bound": None if each.reason else each.bound, "options": each.options}
@@ -84,7 +91,7 @@ def _look(
     return {"measured": [_document(each) for each in machines.measured], "ways": ways}
 
 
-def _document(measured: "Measured") -> dict[str, Any]:
+def _document(measured: "RankMeasurement") -> dict[str, Any]:
     speeds, link = measured.speeds, measured.link
     return {
         "address": measured.address,
@@ -97,11 +104,11 @@ def _document(measured: "Measured") -> dict[str, Any]:
 
 
 def _rate(memory_speed: str | None) -> float | None:
-    from auraflux.weights.expert_settings import parse_nbytes
+    from auraflux.weights.experts.settings import parse_nbytes
 
     given = None if memory_speed is None else float(parse_nbytes(memory_speed))
     if given is not None and given <= 0:
-        raise SettingsError(f"--memory-speed {memory_speed!r} is none. Write it like 40GB.")
+        raise SettingsError(f"--memory-bandwidth {memory_speed!r} must be above 0. Write it like 40GB.")
     return given
 
 
@@ -111,13 +118,13 @@ def _show(found: dict[str, list[dict[str, Any]]]) -> None:
     console = Console(width=120)
     if found["measured"]:
         console.print(_machine_table(found["measured"]))
-    console.print(_way_table(found["ways"]))
+    console.print(_forecast_table(found["ways"]))
 
 
 def _machine_table(measured: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
-    table = Table("machine", "free memory", "memory reads", "disk reads", "latency to it", "link to it")
+    table = Table("machine", "free memory", "memory bandwidth", "disk bandwidth", "network latency", "network bandwidth")
     for row in measured:
         disk, latency, link = (row[name] for name in ("disk_nbytes_per_s", "link_latency_s", "link_nbytes_per_s"))
         table.add_row(
@@ -131,14 +138,14 @@ def _machine_table(measured: list[dict[str, Any]]) -> Any:
     return table
 
 
-def _way_table(ways: list[dict[str, Any]]) -> Any:
+def _forecast_table(ways: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
-    table = Table("way", "on each machine", "tokens/s", "memory", "disk", "network", "bound by")
+    table = Table("parallelism", "memory per machine", "tokens/s", "memory", "disk", "network", "bottleneck")
     for row in ways:
         parts = ", ".join(f"{nbytes / 1e9:.2f} GB" for nbytes in row["parts"])
         if row["reason"] is not None:
-            table.add_row(row["way"], parts, "-", "", "", "", f"cannot be: {row['reason']}")
+            table.add_row(row["way"], parts, "-", "", "", "", f"not possible: {row['reason']}")
             continue
         times = (f"{row['seconds'].get(term, 0.0) * 1e3:.2f} ms" for term in ("memory", "disk", "network"))
         way = f"{row['way']} {row['options']}".rstrip()

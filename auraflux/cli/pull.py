@@ -1,4 +1,4 @@
-"""`auraflux pull`: fetch a model and say where it is."""
+"""`auraflux pull`: download a model and print its path."""
 
 import os
 
@@ -8,16 +8,16 @@ import click
 @click.command()
 @click.argument("name", required=False)
 def pull(name: str | None) -> None:
-    """Fetch a model and print its path.
+    """Download a model and print its path.
 
-    NAME is a repository on the Hugging Face hub (org/name, org/name@revision, or org/name/file.gguf) or a built-in name; with
-    none, the built-in default is fetched, SmolLM2-135M-Instruct. What is already here is not fetched again. All files are of
-    one commit, and are held against the hashes that the hub has of them.
+    NAME is a repository on the Hugging Face hub (org/name, org/name@revision, or org/name/file.gguf) or a built-in name.
+    Without it, SmolLM2-135M-Instruct is downloaded. Files that are already here are not downloaded again. All files are of
+    one commit, and are checked against the hashes of the hub.
     """
-    from auraflux.run.progress import on_terminal
-    from auraflux.weights.pull import locate
+    from auraflux.progress import on_terminal
+    from auraflux.weights.download.pull import locate
 
     with on_terminal() as report:
         path = locate(name, report)
-    # as it is: a name need not be text
+    # as bytes: a file name need not be valid text
     click.echo(os.fsencode(path))

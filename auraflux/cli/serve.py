@@ -1,4 +1,4 @@
-"""`auraflux serve`: a model for OpenAI's and Anthropic's clients, LangChain, a browser."""
+"""`auraflux serve`: a model behind OpenAI's and Anthropic's APIs, and a chat page."""
 
 import logging
 import os
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from auraflux.cli.options import options
-from auraflux.cli.serve_options import SERVING, front_settings
+from auraflux.cli.options.model import options
+from auraflux.cli.options.serve import SERVING, front_settings
+from auraflux.cli.options.served_model import open_model_process
 from auraflux.cli.serve_ray import REPLICAS, run_replicas
-from auraflux.cli.served_model import open_desk
 from auraflux.errors import BackendError, InputError
 
 if TYPE_CHECKING:
-    from auraflux.serve.front import FrontSettings
+    from auraflux.serve.transport.http_process import HttpSettings
 
 log = logging.getLogger("auraflux")
 
@@ -29,9 +29,9 @@ log = logging.getLogger("auraflux")
 def serve(model: str | None, host: str, port: int, log_json: bool, on_ray: bool, replicas: str, **chosen: Any) -> None:
     """Serve a model over HTTP.
 
-    MODEL is a folder, a GGUF file or a name; with none, the built-in default.
-    It answers OpenAI's chat completions, completions and responses, and Anthropic's messages; a chat page is at /, metrics
-    are at /metrics.
+    MODEL is a folder, a GGUF file or a name; without it, the built-in model.
+    Endpoints: OpenAI's chat completions, completions and responses, and Anthropic's messages; a chat page at /, metrics at
+    /metrics.
     """
     settings = front_settings(host, log_json, chosen)
     if on_ray:
@@ -57,29 +57,29 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _run(model: str | None, listening: socket.socket, settings: "FrontSettings", chosen: dict[str, Any]) -> None:
-    """Start the HTTP process, load the model beside it, and run that until the other ends."""
+def _run(model: str | None, listening: socket.socket, settings: "HttpSettings", chosen: dict[str, Any]) -> None:
+    """Start the HTTP process, load the model in this one, and run it until the HTTP process exits."""
     import multiprocessing
 
-    from auraflux.serve import front
+    from auraflux.serve.transport import http_process
 
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(
-        target=front.main, args=(theirs, listening, settings), name="auraflux-http", daemon=True
+        target=http_process.main, args=(theirs, listening, settings), name="auraflux-http", daemon=True
     )
-    where = _where(listening)
-    with _unsignalled():
+    where = _url(listening)
+    with _ignored_signals():
         process.start()
     theirs.close()
-    # only the other process accepts; when it stops to, clients shall be refused and not wait
+    # only the HTTP process accepts; once it stops, clients must be refused instead of waiting
     listening.close()
     try:
-        _answer(model, ours, where, chosen)
+        _serve_model(model, ours, where, chosen)
         process.join(settings.grace_s + 10)
         if process.exitcode:
-            raise BackendError(f"the HTTP process ended with code {process.exitcode}; the log above says why.")
+            raise BackendError(f"the HTTP process exited with code {process.exitcode}; see the log above.")
     finally:
-        # it ends by itself when nobody is at the other end
+        # the HTTP process exits when the pipe is closed
         ours.close()
         process.join(5)
         process.kill()
@@ -87,8 +87,8 @@ def _run(model: str | None, listening: socket.socket, settings: "FrontSettings",
 
 
 @contextmanager
-def _unsignalled() -> Iterator[None]:
-    """Let processes that are started here ignore what stops this one: terminals and systemd signal all, this one tells them."""
+def _ignored_signals() -> Iterator[None]:
+    """Start processes that ignore SIGINT and SIGTERM: terminals and systemd signal all, and this process stops them."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -97,26 +97,26 @@ def _unsignalled() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _where(listening: socket.socket) -> str:
+def _url(listening: socket.socket) -> str:
     address, port = listening.getsockname()[:2]
     return f"http://{f'[{address}]' if ':' in address else address}:{port}"
 
 
-def _answer(model: str | None, connection: Any, where: str, chosen: dict[str, Any]) -> None:
+def _serve_model(model: str | None, connection: Any, where: str, chosen: dict[str, Any]) -> None:
     @cache
     def announce() -> None:
         log.info("listening on %s (process %d); the model is being loaded", where, os.getpid())
 
     signal.signal(signal.SIGTERM, _stop_loading)
-    desk = open_desk(model, connection, chosen, announce)
+    model_process = open_model_process(model, connection, chosen, announce)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: desk.stop())
-    facts = desk.facts
-    size = f"{facts.parallel} at once of up to {facts.context} tokens, cache {facts.kv}"
-    log.info("ready: %s on %s, texts: %s", facts.name, facts.device, size)
+        signal.signal(number, lambda *_: model_process.stop())
+    facts = model_process.facts
+    size = f"{facts.max_sequences} sequences of up to {facts.context} tokens, KV cache {facts.kv}"
+    log.info("ready: %s on %s, %s", facts.name, facts.device, size)
     log.info("chat page %s/, OpenAI's clients %s/v1, Anthropic's %s", where, where, where)
-    desk.run()
-    desk.scheduler.prefixes.save_all()
+    model_process.run()
+    model_process.scheduler.prefix_cache.save_all()
 
 
 def _stop_loading(*_: Any) -> None:

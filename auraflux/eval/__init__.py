@@ -1,4 +1,4 @@
-"""How far a compressed cache moves a model from itself: measured, beside what other engines' caches do to the same model.
+"""Quality of a quantized KV cache, compared with the KV caches of other engines on the same model.
 
-`run.evaluate` does it all; `cli/eval.py` is its command. Everything is compared with the uncompressed run of the same weights.
+`run.Evaluation` runs all tasks; `cli/eval.py` is its command. The reference is the uncompressed KV cache with the same weights.
 """

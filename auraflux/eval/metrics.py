@@ -1,4 +1,4 @@
-"""How two runs of the same text differ: per predicted token, and summed up."""
+"""Differences between two runs of the same tokens: per predicted token, and summarized."""
 
 import math
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Differences:
-    """How a setting differs from the reference, for every predicted token.
+    """Differences of a setting from the reference, for every predicted token.
 
     kl    Kullback-Leibler divergence of the setting's distribution from the reference's, in nats
-    nll   negative log-likelihood of the token that came, in nats
-    same  1 where both find the same token likeliest, else 0
+    nll   negative log-likelihood of the target token, in nats
+    same  1 where the most likely token is the same, else 0
     """
 
     kl: list[float]
@@ -30,28 +30,28 @@ NONE = Differences([], [], [])
 
 
 def compare(wanted: Tensor, found: Tensor, targets: Tensor) -> Differences:
-    """Compare scores of the same tokens.
+    """Compare logits of the same tokens.
 
-    wanted, found  [T, V]  scores of the reference and of what is measured
-    targets        [T]     the tokens that came
+    wanted, found  [T, V]  logits of the reference and of the setting
+    targets        [T]     target tokens
     """
     # in float64: torch's float32 logarithm is off by 1e-5 on ARM
     reference, log = torch.log_softmax(wanted.double(), -1), torch.log_softmax(found.double(), -1)
-    # a difference of two roundings may come out below zero, the divergence does not
+    # rounding may make the computed divergence negative
     kl = (reference.exp() * (reference - log)).sum(-1).clamp_min(0)
     nll = -log.gather(-1, targets.to(log.device)[:, None]).squeeze(-1)
     return Differences(kl.tolist(), nll.tolist(), (reference.argmax(-1) == log.argmax(-1)).int().tolist())
 
 
-def share(likelihoods: list[float], right: int) -> float:
-    """The probability of one among several, from logarithms."""
+def probability_among(likelihoods: list[float], right: int) -> float:
+    """Return the probability of one alternative among several, from log-likelihoods."""
     peak = max(likelihoods)
     weights = [math.exp(each - peak) for each in likelihoods]
     return weights[right] / sum(weights)
 
 
 def summary(found: Differences) -> dict[str, Any]:
-    """Perplexity, mean and percentiles of the divergence, and how often the likeliest token is the same."""
+    """Return perplexity, mean and percentiles of the divergence, and the rate of equal most likely tokens."""
     if not found.kl:
         return {}
     median, p99, p999 = np.percentile(found.kl, [50, 99, 99.9])

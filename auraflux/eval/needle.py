@@ -1,16 +1,16 @@
-"""Facts hidden in a long text: does the model still know which belongs to which?
+"""Needle test: recall of facts hidden in a long context.
 
-One text holds all facts, one at each depth. A fact's value is scored by its likelihood after the fact's beginning, beside the
-values of the other facts, which stand in the same text: copying any value is not enough. Chance is 1 / facts.
+A context holds all facts, one at each depth. The likelihood of a fact's value after its beginning is compared with the values
+of the other facts, which are in the same context, so copying any value is not enough. Chance is 1 / facts.
 """
 
 from dataclasses import dataclass
 
 from auraflux.errors import InputError
-from auraflux.eval.metrics import share
-from auraflux.eval.reader import Reader
+from auraflux.eval.metrics import probability_among
+from auraflux.eval.scorer import Scorer
 from auraflux.eval.text import Text, shared_tokens
-from auraflux.run.tokenizer import Tokenizer
+from auraflux.tokenizer.tokenizer import Tokenizer
 
 DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)
 PLACES = ("Harbour Street", "the Old Mill", "the North Gate", "Lake House", "the Clock Tower")
@@ -19,12 +19,12 @@ WORDS = ("copper", "violet", "marble", "falcon", "timber")
 
 @dataclass(frozen=True)
 class Haystack:
-    """A text with facts in it.
+    """A context with hidden facts.
 
-    prompt   the text
-    endings  for each depth: every value after the beginning of that depth's fact
-    shared   for each depth: tokens that its endings have in common
-    right    for each depth: which ending is true
+    prompt   the context
+    endings  for each depth: the fact's beginning followed by each value
+    shared   for each depth: number of leading tokens that its endings share
+    right    for each depth: index of the right ending
     """
 
     prompt: tuple[int, ...]
@@ -33,15 +33,15 @@ class Haystack:
     right: tuple[int, ...]
 
 
-def haystack(text: Text, tokenizer: Tokenizer, length: int, turn: int) -> Haystack:
-    """Hide the facts in the beginning of a text, `length` tokens with them; `turn` says which value belongs to which place."""
-    values = [WORDS[(i + turn) % len(WORDS)] for i in range(len(WORDS))]
+def haystack(text: Text, tokenizer: Tokenizer, length: int, rotation: int) -> Haystack:
+    """Hide the facts in the beginning of a text, `length` tokens in total; `rotation` shifts the values among the places."""
+    values = [WORDS[(i + rotation) % len(WORDS)] for i in range(len(WORDS))]
     facts = [
         tokenizer.encode(f" {sentence(place)} {value}.", special=False) for place, value in zip(PLACES, values, strict=True)
     ]
     room = length - len(text.prefix) - sum(len(fact) for fact in facts)
     if room < 1:
-        raise InputError(f"a needle test of {length} tokens has no room for text: its facts take {length - room}.")
+        raise InputError(f"a needle test of {length} tokens has no room for text: its facts need {length - room}.")
     if room > len(text.ids):
         raise InputError(f"a needle test of {length} tokens needs {room} tokens of text, and {text.name} has {len(text.ids)}.")
     prompt, at = list(text.prefix), 0
@@ -56,13 +56,13 @@ def haystack(text: Text, tokenizer: Tokenizer, length: int, turn: int) -> Haysta
 
 
 def sentence(place: str) -> str:
-    """The beginning of a fact."""
+    """Return the beginning of a fact."""
     return f"The secret word of {place} is"
 
 
-def recall(reader: Reader, hidden: Haystack) -> list[float]:
-    """Give, for each depth, the probability of the right value among all values."""
+def recall(scorer: Scorer, hidden: Haystack) -> list[float]:
+    """Return, for each depth, the probability of the right value among all values."""
     found = []
     for endings, shared, right in zip(hidden.endings, hidden.shared, hidden.right, strict=True):
-        found.append(share(reader.likelihoods(hidden.prompt, endings, shared), right))
+        found.append(probability_among(scorer.likelihoods(hidden.prompt, endings, shared), right))
     return found

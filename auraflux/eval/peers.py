@@ -1,6 +1,6 @@
-"""How other engines round keys and values before they keep them, as functions from vectors to what would be read back.
+"""KV cache quantization of other engines, as functions that quantize and dequantize vectors.
 
-Scales are rounded to the 16 bits in which those engines hold them; the arithmetic is float32.
+Scales are rounded to 16 bits, as those engines store them; the arithmetic is float32.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ MLX_GROUP = 64
 
 @dataclass(frozen=True)
 class Peer:
-    """A cache of another engine.
+    """The KV cache of another engine.
 
-    title   what it is
-    round   vectors [..., D] -> what is read back, each vector by itself
-    bits    of one coordinate, its share of the scales included
-    group   what a head's width must be a multiple of
-    over    tokens over which keys are rounded, channel by channel; None where each key is rounded by itself
-    newest  positions nearest to a query that it reads uncompressed
+    title          its name in tables
+    round          quantize and dequantize vectors [..., D] independently
+    bits           per coordinate, scales included
+    group          the head width must be a multiple of this
+    over           tokens per group of per-channel key quantization; None for per-token quantization
+    recent_window  most recent tokens in full precision
     """
 
     title: str
@@ -33,20 +33,20 @@ class Peer:
     bits: float
     group: int = 1
     over: int | None = None
-    newest: int = 0
+    recent_window: int = 0
 
     def refusal(self, width: int) -> str | None:
-        """Say why heads of this width cannot be rounded so; None if they can."""
+        """Return why heads of this width are not supported; None if they are."""
         return f"its heads are {width} wide, and groups of {self.group} do not divide that." if width % self.group else None
 
 
 def fp8(x: Tensor) -> Tensor:
-    """Round to 8-bit floats with 4 bits of exponent, without a scale; what is too large becomes the largest."""
+    """Round to e4m3 floats without a scale; larger values saturate."""
     return x.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(x.dtype)
 
 
 def q4_0(x: Tensor) -> Tensor:
-    """Round to llama.cpp's q4_0: 32 numbers share a scale, and the largest of them in size becomes code -8."""
+    """Round to llama.cpp's q4_0: 32 numbers share a scale, and the one of largest magnitude becomes code -8."""
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     scale = largest / -8
@@ -56,7 +56,7 @@ def q4_0(x: Tensor) -> Tensor:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Apply the normalised Walsh-Hadamard transform, its own inverse, over the largest power of two that divides the width."""
+    """Apply the normalised Walsh-Hadamard transform, an involution, over the largest power of two that divides the width."""
     size = x.shape[-1] & -x.shape[-1]
     parts = x.float().unflatten(-1, (-1, size))
     step = 1
@@ -74,7 +74,7 @@ def q4_0_hadamard(x: Tensor) -> Tensor:
 
 
 def kivi(bits: int) -> Callable[[Tensor], Tensor]:
-    """Make the rounding of KIVI: from the least to the largest of 32 numbers in equal steps."""
+    """Return the rounding of KIVI: uniform steps from the minimum to the maximum of 32 numbers."""
 
     def rounded(x: Tensor) -> Tensor:
         groups = x.float().unflatten(-1, (-1, BLOCK))
@@ -87,7 +87,7 @@ def kivi(bits: int) -> Callable[[Tensor], Tensor]:
 
 
 def mlx(bits: int) -> Callable[[Tensor], Tensor]:
-    """Make the rounding of mlx: affine groups of 64."""
+    """Return the rounding of mlx: affine groups of 64."""
 
     def rounded(x: Tensor) -> Tensor:
         codes = quantize(x.flatten(0, -2).half(), bits, MLX_GROUP)
@@ -97,8 +97,8 @@ def mlx(bits: int) -> Callable[[Tensor], Tensor]:
 
 
 def _kivi_peer(bits: int) -> Peer:
-    scales = 32 / BLOCK  # a step and a least number of 16 bits each
-    return Peer(f"KIVI, {bits} bits", kivi(bits), bits + scales, BLOCK, over=BLOCK, newest=BLOCK)
+    scales = 32 / BLOCK  # a step and a minimum of 16 bits each
+    return Peer(f"KIVI, {bits} bits", kivi(bits), bits + scales, BLOCK, over=BLOCK, recent_window=BLOCK)
 
 
 PEERS = {

@@ -1,4 +1,4 @@
-"""Pictures of an evaluation: divergence against bytes, needles by length and depth, calls by length, memory against context."""
+"""Plots of an evaluation: KL divergence by cache bytes, needles by length and depth, calls by length, memory by context."""
 
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,11 @@ from auraflux.errors import BackendError, InputError
 INK, GRID, PAPER = "#1f2933", "#d9dee3", "#ffffff"
 OURS, THEIRS = "#2563a8", "#d9722e"
 DPI = 160
-SMALLEST = 1e-7  # nats; below this a divergence is rounding
+MIN_KL = 1e-7  # nats; smaller values are rounding errors
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse, before anything is measured, a folder that cannot be written to."""
+    """Refuse a folder that cannot be created, before anything is measured."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -24,7 +24,7 @@ def check_folder(folder: Path) -> None:
 
 
 def draw_all(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
-    """Draw what there is to draw: the files."""
+    """Draw the plots of all tasks that were run; return their files."""
     drawn = [folder / "kl.png", folder / "memory.png"]
     draw_kl(rows, drawn[0])
     draw_memory(rows, drawn[1])
@@ -38,10 +38,10 @@ def draw_all(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
 
 
 def draw_kl(rows: list[dict[str, Any]], path: Path) -> None:
-    """Mean divergence against bytes of a token."""
+    """Plot the mean KL divergence by KV cache bytes per token."""
     figure, panel = _panel(8, 5)
     for simulated, colour, label in ((False, OURS, "auraflux"), (True, THEIRS, "others, simulated")):
-        shown = [row for row in rows if row["simulated"] is simulated and row["text"].get("kl_mean", 0) > SMALLEST]
+        shown = [row for row in rows if row["simulated"] is simulated and row["text"].get("kl_mean", 0) > MIN_KL]
         if not shown:
             continue
         at = [(row["token_nbytes"], row["text"]["kl_mean"]) for row in shown]
@@ -49,13 +49,13 @@ def draw_kl(rows: list[dict[str, Any]], path: Path) -> None:
         for row, place in zip(shown, at, strict=True):
             panel.annotate(row["setting"], place, (5, 4), textcoords="offset points", color=colour, fontsize=8)
     panel.set_yscale("log")
-    panel.set_xlabel("bytes of a token", color=INK)
-    panel.set_ylabel("mean KL against the uncompressed cache, nats", color=INK)
+    panel.set_xlabel("KV cache bytes per token", color=INK)
+    panel.set_ylabel("mean KL from the uncompressed cache, nats", color=INK)
     _save(figure, panel, path)
 
 
 def draw_memory(rows: list[dict[str, Any]], path: Path) -> None:
-    """Bytes of one sequence against its length."""
+    """Plot the KV cache bytes of one sequence by its length."""
     figure, panel = _panel(8, 5)
     for row in rows:
         lengths, sizes = zip(*((int(n), size / 1e6) for n, size in row["nbytes_at"].items()), strict=True)
@@ -64,12 +64,12 @@ def draw_memory(rows: list[dict[str, Any]], path: Path) -> None:
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     panel.set_xlabel("tokens", color=INK)
-    panel.set_ylabel("MB of the cache", color=INK)
+    panel.set_ylabel("KV cache, MB", color=INK)
     _save(figure, panel, path)
 
 
 def draw_needle(rows: list[dict[str, Any]], path: Path) -> None:
-    """Probability of the right value: a line for each setting, a cell for each length and depth."""
+    """Plot the probability of the right value: a row per setting, a column per length and depth."""
     shown = [row for row in rows if row["needle"]]
     columns = [(length, depth) for length, found in shown[0]["needle"].items() for depth in found["by_depth"]]
     cells = [[row["needle"][length]["by_depth"][depth] for length, depth in columns] for row in shown]
@@ -77,23 +77,23 @@ def draw_needle(rows: list[dict[str, Any]], path: Path) -> None:
     image = panel.imshow(cells, vmin=0, vmax=1, cmap="viridis", aspect="auto")
     panel.set_xticks(range(len(columns)), [f"{length}\n{float(depth):.0%}" for length, depth in columns], fontsize=7)
     panel.set_yticks(range(len(shown)), [row["setting"] for row in shown], fontsize=8)
-    panel.set_xlabel("tokens of the text, depth of the fact", color=INK)
+    panel.set_xlabel("context length, depth of the fact", color=INK)
     figure.colorbar(image, ax=panel, label="probability of the right value")
     _save(figure, panel, path, grid=False)
 
 
 def draw_tools(rows: list[dict[str, Any]], path: Path) -> None:
-    """Mean divergence over the tokens of right calls against the length of the conversation."""
+    """Plot the mean KL divergence over the tokens of right calls by conversation length."""
     figure, panel = _panel(8, 5)
     for row in rows:
-        at = [(int(n), found["kl_mean"]) for n, found in row["tools"].items() if found["kl_mean"] > SMALLEST]
+        at = [(int(n), found["kl_mean"]) for n, found in row["tools"].items() if found["kl_mean"] > MIN_KL]
         if at:
             style = "o--" if row["simulated"] else "o-"
             panel.plot(*zip(*at, strict=True), style, linewidth=1.5, markersize=4, label=row["setting"])
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
-    panel.set_xlabel("tokens of the conversation", color=INK)
-    panel.set_ylabel("mean KL over the tokens of calls, nats", color=INK)
+    panel.set_xlabel("conversation length, tokens", color=INK)
+    panel.set_ylabel("mean KL over call tokens, nats", color=INK)
     _save(figure, panel, path)
 
 

@@ -1,8 +1,8 @@
-"""Keys and values as a peer would keep them, except that a query reads its nearest keys as they are.
+"""A simulated peer cache with a recent window in full precision.
 
-A key is read uncompressed where query position - key position < newest. That depends on no more than the two positions, so a
-result does not depend on how the tokens were cut into steps. What the peer keeps of all tokens is kept, and the uncompressed
-ones of the last `newest`, as a window layer keeps them.
+A key is read in full precision where query position - key position < recent_window. That depends only on the two positions, so
+a result does not depend on the prefill chunks. The layer stores all tokens quantized, and the most recent ones uncompressed in
+a sliding-window layer.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from auraflux.cache.batch import AttentionLayer, Batch
-from auraflux.cache.dense import DenseLayer
+from auraflux.cache.layers.dense import DenseLayer
 from auraflux.cache.pages import LayerGroup
 from auraflux.ops.attention.pages import KVPages
 from auraflux.ops.attention.reference import attention_partials, merge_partials
@@ -21,35 +21,35 @@ Partials = tuple[Tensor, Tensor, Tensor]
 
 
 class PartialLayer(AttentionLayer, Protocol):
-    """A layer whose attention can be stopped before the division, so that it is merged with another's."""
+    """A layer that can return partial attention before normalization, for a merge with another layer's."""
 
     group: LayerGroup
 
     def partials(
         self, pages: Any, q: Tensor, starts: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Partials:
-        """Attend to what `view` gave, or to the beginning of it: as `merge_partials` takes it, one block."""
+        """Attend to the pages of `view` or a prefix of them; return one block for `merge_partials`."""
 
 
 class RecentLayer(AttentionLayer):
-    """All tokens as a peer keeps them, and the newest of them uncompressed."""
+    """All tokens as a peer stores them, and the most recent ones uncompressed."""
 
-    def __init__(self, coded: PartialLayer, recent: DenseLayer):
-        self.coded, self.recent = coded, recent
+    def __init__(self, quantized: PartialLayer, recent: DenseLayer):
+        self.quantized, self.recent = quantized, recent
         assert recent.group.span is not None
-        self.newest: int = recent.group.span
-        self.group, self.token_nbytes = coded.group, coded.token_nbytes
+        self.recent_window: int = recent.group.span
+        self.group, self.token_nbytes = quantized.group, quantized.token_nbytes
 
     def nbytes_at(self, length: int) -> int:
-        """What the peer keeps, and the newest twice."""
-        return self.coded.nbytes_at(length) + self.recent.nbytes_at(length)
+        """Return the bytes of both layers: recent tokens are stored twice."""
+        return self.quantized.nbytes_at(length) + self.recent.nbytes_at(length)
 
     def view(self, batch: Batch) -> tuple[Any, KVPages]:
-        return self.coded.view(batch), self.recent.view(batch)
+        return self.quantized.view(batch), self.recent.view(batch)
 
     def append(self, batch: Batch, k: Tensor, v: Tensor) -> None:
         """Store the keys and values of the batch's new tokens: [T, Hkv, D] both."""
-        self.coded.append(batch, k, v)
+        self.quantized.append(batch, k, v)
         self.recent.append(batch, k, v)
 
     def attend(
@@ -57,7 +57,7 @@ class RecentLayer(AttentionLayer):
     ) -> Tensor:
         """Attend from the batch's new tokens: [T, Hq, D] -> [T, Hq, D]."""
         codes, recent = batch.view(self)
-        parts = [attention_partials(q, recent, batch.starts, scale, self.newest, sinks, softcap)]
+        parts = [attention_partials(q, recent, batch.starts, scale, self.recent_window, sinks, softcap)]
         older = self._older(batch, codes, q, scale, softcap)
         if older is not None:
             parts.append(older)
@@ -65,27 +65,27 @@ class RecentLayer(AttentionLayer):
         return merge_partials(o, m, l).view(*q.shape[:2], -1).to(q.dtype)
 
     def _older(self, batch: Batch, codes: Any, q: Tensor, scale: float, softcap: float | None) -> Partials | None:
-        """Attend to the codes at least `newest` back: a query at p does as if it stood at p - newest in a shorter sequence."""
+        """Attend to quantized keys outside the window: a query at p acts as at p - recent_window in a shorter sequence."""
         rows: list[int] = []
         old_starts = [0]
         end = 0
         for sequence, new in zip(batch.sequences, batch.counts, strict=True):
             end += new
-            rows += range(end - max(0, min(new, sequence.length - self.newest)), end)
+            rows += range(end - max(0, min(new, sequence.length - self.recent_window)), end)
             old_starts.append(len(rows))
         if not rows:
             return None
-        shorter = replace(codes, lengths=(codes.lengths - self.newest).clamp(min=0))
-        span = self.coded.group.span
-        window = None if span is None else span - self.newest
+        shorter = replace(codes, lengths=(codes.lengths - self.recent_window).clamp(min=0))
+        span = self.quantized.group.span
+        window = None if span is None else span - self.recent_window
         if len(rows) == len(q):
-            return self.coded.partials(shorter, q, batch.starts, scale, window, softcap)
+            return self.quantized.partials(shorter, q, batch.starts, scale, window, softcap)
         tokens = torch.tensor(rows, device=q.device)
         begins = torch.tensor(old_starts, dtype=torch.int32, device=q.device)
-        return self._spread(self.coded.partials(shorter, q[tokens], begins, scale, window, softcap), tokens, q)
+        return self._scatter(self.quantized.partials(shorter, q[tokens], begins, scale, window, softcap), tokens, q)
 
-    def _spread(self, found: Partials, tokens: Tensor, q: Tensor) -> Partials:
-        """Give what some tokens found to all; the others saw nothing."""
+    def _scatter(self, found: Partials, tokens: Tensor, q: Tensor) -> Partials:
+        """Scatter the partials of some tokens to all tokens; the others attended to nothing."""
         width = found[0].shape[-1]
         o = q.new_zeros(*q.shape[:2], width, dtype=torch.float32)
         m, l = o.new_full(q.shape[:2], -torch.inf), o.new_zeros(q.shape[:2])  # noqa: E741

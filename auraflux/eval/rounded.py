@@ -1,7 +1,7 @@
-"""A cache layer that holds what another engine would read back: uncompressed memory, rounded contents.
+"""Simulated KV caches of other engines: uncompressed memory with rounded contents.
 
-Keys and values are rounded where they are stored, and all else of the model is the same. A simulation: it says what the codes
-cost in quality and counts the bytes they would take, and says nothing of speed.
+Keys and values are quantized and dequantized when they are stored; the rest of the model is unchanged. The simulation measures
+quality and counts the bytes of the quantized cache, but not its speed.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from auraflux.cache import AttentionShape, Batch
-from auraflux.cache.dense import DenseLayer
-from auraflux.cache.latent import LatentLayer
-from auraflux.cache.shapes import CompressedShape, LatentShape, Room, SparseLatentShape
+from auraflux.cache.layer_shapes import CompressedShape, LatentShape, LayerContext, SparseLatentShape
+from auraflux.cache.layers.dense import DenseLayer
+from auraflux.cache.layers.latent import LatentLayer
 from auraflux.errors import SettingsError
 from auraflux.eval.peers import Peer
 from auraflux.eval.recent import Partials, RecentLayer
@@ -24,22 +24,22 @@ from auraflux.ops.attention.reference import attention_partials
 
 @dataclass(frozen=True)
 class RoundedShape(AttentionShape):
-    """Attention whose cache is that of a peer."""
+    """Attention with the simulated cache of a peer."""
 
     peer: Peer | None = None
 
-    def build(self, room: Room, bits: Any, number: int) -> Any:
+    def build(self, cache: LayerContext, bits: Any, number: int) -> Any:
         assert self.peer is not None
-        dense = self.heads, self.width, self.value_width or self.width, room.dtype
-        newest = self.peer.newest
-        if self.window is not None and self.window <= newest:
-            return DenseLayer(room.group(self.window), *dense)
-        rounded = RoundedLayer(self.peer, room.group(self.window), *dense)
-        return RecentLayer(rounded, DenseLayer(room.group(newest), *dense)) if newest else rounded
+        dense = self.heads, self.width, self.value_width or self.width, cache.dtype
+        recent = self.peer.recent_window
+        if self.window is not None and self.window <= recent:
+            return DenseLayer(cache.group(self.window), *dense)
+        rounded = RoundedLayer(self.peer, cache.group(self.window), *dense)
+        return RecentLayer(rounded, DenseLayer(cache.group(recent), *dense)) if recent else rounded
 
 
 def rounded_shapes(shapes: Sequence[Any], peer: Peer) -> list[Any]:
-    """The layers of a model with a peer's cache; recurrent ones are as they were."""
+    """Return the layer shapes of a model with a peer's cache; recurrent layers are unchanged."""
     return [_rounded_shape(shape, peer, index) for index, shape in enumerate(shapes)]
 
 
@@ -49,7 +49,7 @@ def _rounded_shape(shape: Any, peer: Peer, index: int) -> Any:
     if type(shape) in (SparseLatentShape, CompressedShape):
         raise SettingsError(f"{peer.title} cannot be simulated in layer {index}: it is {shape.title}.")
     latent = type(shape) is LatentShape
-    if latent and (peer.over is not None or peer.newest):
+    if latent and (peer.over is not None or peer.recent_window):
         raise SettingsError(f"{peer.title} is simulated for keys and values of heads, and layer {index} is {shape.title}.")
     for width in {shape.width, shape.rope} if latent else {shape.width, shape.value_width or shape.width}:
         if reason := peer.refusal(width):
@@ -61,17 +61,17 @@ def _rounded_shape(shape: Any, peer: Peer, index: int) -> Any:
 
 @dataclass(frozen=True)
 class RoundedLatentShape(LatentShape):
-    """Latent attention whose cache is that of a peer."""
+    """Latent attention with the simulated cache of a peer."""
 
     peer: Peer | None = None
 
-    def build(self, room: Room, bits: Any, number: int) -> Any:
+    def build(self, cache: LayerContext, bits: Any, number: int) -> Any:
         assert self.peer is not None
-        return RoundedLatentLayer(self.peer, room.group(None), self.width, self.rope, room.dtype)
+        return RoundedLatentLayer(self.peer, cache.group(None), self.width, self.rope, cache.dtype)
 
 
 class RoundedLatentLayer(LatentLayer):
-    """Latents and rotated keys as a peer would read them back: each rounded by itself, as keys of heads are."""
+    """Latents and RoPE keys as a peer would dequantize them, rounded per token like the keys of heads."""
 
     def __init__(self, peer: Peer, group: Any, width: int, rope: int, dtype: torch.dtype):
         super().__init__(group, width, rope, dtype)
@@ -79,11 +79,11 @@ class RoundedLatentLayer(LatentLayer):
         self.token_nbytes = round((width + rope) * peer.bits / 8)
 
     def append(self, batch: Batch, latent: Tensor, k_rope: Tensor) -> None:
-        """Round and store the latents [T, C] and rotated keys [T, R] of the batch's new tokens."""
+        """Round and store the latents [T, C] and RoPE keys [T, R] of the batch's new tokens."""
         super().append(batch, self.peer.round(latent), self.peer.round(k_rope))
 
     def rope_append(self, batch: Batch, *given: Any) -> tuple[Tensor, Tensor]:
-        """As for latents that are kept as they are, which are rounded where they were stored."""
+        """Store latents and RoPE keys uncompressed, then round them in place."""
         queries = super().rope_append(batch, *given)
         table, size = batch.table(self.group), self.group.size
         for b, (sequence, new) in enumerate(zip(batch.sequences, batch.counts, strict=True)):
@@ -95,7 +95,7 @@ class RoundedLatentLayer(LatentLayer):
 
 
 class RoundedLayer(DenseLayer):
-    """Keys and values as a peer would read them back."""
+    """Keys and values as a peer would dequantize them."""
 
     def __init__(self, peer: Peer, group: Any, heads: int, width: int, value_width: int, dtype: torch.dtype):
         super().__init__(group, heads, width, value_width, dtype)
@@ -110,7 +110,7 @@ class RoundedLayer(DenseLayer):
             self._round_channels(batch)
 
     def _round_channels(self, batch: Batch) -> None:
-        """Round the keys of every run of `over` tokens that has become whole, each channel by itself."""
+        """Round the keys of every completed run of `over` tokens, per channel."""
         over, table = self.peer.over, batch.table(self.group)
         assert over is not None
         assert self.group.size % over == 0, "a run lies within a page"

@@ -1,4 +1,4 @@
-"""Measuring every setting: texts, copies, needles, calls of functions, speed. What is done is kept for a run that goes on."""
+"""An evaluation run: every setting on text, copies, needles, tool calls and speed. An interrupted run resumes."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -7,31 +7,30 @@ from typing import Any
 
 import numpy as np
 
-from auraflux.cache.calibration import ModelVectors
-from auraflux.eval.memory import cache_of, nbytes_at
+from auraflux.cache.key_calibration import ModelCalibration
+from auraflux.engine.engine import Engine
 from auraflux.eval.metrics import NONE, Differences, summary
 from auraflux.eval.needle import DEPTHS, Haystack, recall
-from auraflux.eval.reader import EngineReader, Reader, differences
-from auraflux.eval.setting import REFERENCE, Setting
-from auraflux.eval.speed import WARM_UP, WRITTEN, speed
+from auraflux.eval.scorer import EngineScorer, Scorer, differences
+from auraflux.eval.setting import REFERENCE, Setting, cache_of, nbytes_at
+from auraflux.eval.speed import DECODED_TOKENS, WARM_UP, speed
 from auraflux.eval.state import State, digest
 from auraflux.eval.text import Passage
-from auraflux.eval.tools import Called, Conversation, called, summed
-from auraflux.run.engine import Engine
-from auraflux.weights.plan import CONTEXTS
+from auraflux.eval.tools import CallResult, Conversation, score_calls, summarize_calls
+from auraflux.weights.memory_plan import CONTEXTS
 
-Tell = Callable[[str, int, int], None]  # what is measured, and how many of how many results are there
+Report = Callable[[str, int, int], None]  # the task at hand, results so far, results in all
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is measured of every setting.
+class Tasks:
+    """The tasks that every setting runs.
 
-    windows  of text
+    windows  passages of text
     copies   by distance
-    needles  by length, several texts each
-    tools    conversations that end with calls of functions, by length
-    speeds   texts to read before writing is timed, by length
+    needles  by length, several haystacks each
+    tools    conversations that end with tool calls, by length
+    speeds   prompts to prefill before decode is timed, by length
     """
 
     windows: list[Passage]
@@ -45,12 +44,12 @@ class Plan:
         return [*self.windows, *self.copies.values()]
 
     @property
-    def tasks(self) -> list[str]:
-        """The names under which results are kept."""
+    def names(self) -> list[str]:
+        """Names under which results are stored."""
         passages = [passage.name for passage in self.passages]
-        asked = [f"needle:{length}" for length in self.needles]
+        needles = [f"needle:{length}" for length in self.needles]
         calls = [tools_task(length, number) for length, found in self.tools.items() for number in range(len(found))]
-        return [*passages, *calls, *asked, *(f"speed:{length}" for length in self.speeds)]
+        return [*passages, *calls, *needles, *(f"speed:{length}" for length in self.speeds)]
 
     @cached_property
     def digest(self) -> str:
@@ -58,38 +57,38 @@ class Plan:
 
 
 def tools_task(length: int, number: int) -> str:
-    """The name of one conversation's results."""
+    """Return the name of one conversation's results."""
     return f"tools:{length}:{number}"
 
 
 class Evaluation:
     """A run over settings.
 
-    bases    gives an engine whose weights are rounded to so many bits, or are as they are
-    vectors  gives those of its keys
-    exact    multiply float32 activations where quality is measured; speed is that of the usual kernels
+    engine_for       returns an engine with weights quantized to these bits; None for no quantization
+    calibration_for  returns its key calibration
+    exact            use float32 activations for quality; speed is measured with the default kernels
     """
 
     def __init__(
         self,
-        bases: Callable[[int | None], Engine],
-        vectors: Callable[[int | None], ModelVectors],
+        engine_for: Callable[[int | None], Engine],
+        calibration_for: Callable[[int | None], ModelCalibration],
         settings: list[Setting],
-        plan: Plan,
+        tasks: Tasks,
         state: State,
         exact: bool,
-        tell: Tell,
+        report: Report,
     ):
-        self.bases, self.vectors, self.settings, self.plan = bases, vectors, settings, plan
-        self.state, self.exact, self.tell = state, exact, tell
-        self._shapes = bases(None).cache.shapes
+        self.engine_for, self.calibration_for, self.settings, self.tasks = engine_for, calibration_for, settings, tasks
+        self.state, self.exact, self.report = state, exact, report
+        self._shapes = engine_for(None).cache.shapes
         self.caches = {setting.name: cache_of(setting, self._shapes) for setting in settings}
 
     def run(self) -> list[dict[str, Any]]:
-        """Measure what is not there yet: one row for each setting."""
+        """Run the tasks without results; return one row per setting."""
         for bits in dict.fromkeys(setting.quantize for setting in self.settings):
             self._measure([setting for setting in self.settings if setting.quantize == bits])
-        self._say("done")
+        self._report("done")
         return [self._row(setting) for setting in self.settings]
 
     def _measure(self, settings: list[Setting]) -> None:
@@ -100,67 +99,67 @@ class Evaluation:
             self._speeds(setting)
 
     def _passages(self, settings: list[Setting]) -> None:
-        """Compare with the uncompressed run, all settings side by side."""
-        context = max((len(passage.ids) for passage in self.plan.passages), default=0)
-        readers: dict[str, Reader] = {}
-        for passage in self.plan.passages:
+        """Compare each setting with the uncompressed run."""
+        context = max((len(passage.ids) for passage in self.tasks.passages), default=0)
+        scorers: dict[str, Scorer] = {}
+        for passage in self.tasks.passages:
             missing = [setting for setting in settings if (setting.name, passage.name) not in self.state]
             if not missing:
                 continue
-            self._say(passage.name)
+            self._report(passage.name)
             for setting in (REFERENCE, *missing):
-                if setting.name not in readers:
-                    readers[setting.name] = self._reader(setting, context)
-            chosen = {setting.name: readers[setting.name] for setting in missing}
-            for name, found in differences(readers[REFERENCE.name], chosen, passage).items():
+                if setting.name not in scorers:
+                    scorers[setting.name] = self._scorer(setting, context)
+            chosen = {setting.name: scorers[setting.name] for setting in missing}
+            for name, found in differences(scorers[REFERENCE.name], chosen, passage).items():
                 self.state.add(name, passage.name, asdict(found))
 
     def _tools(self, settings: list[Setting]) -> None:
-        """Compare calls with those of the uncompressed run, all settings side by side."""
-        for length, asked in self.plan.tools.items():
-            readers: dict[str, Reader] = {}
-            for number, conversation in enumerate(asked):
+        """Compare tool calls with those of the uncompressed run."""
+        for length, conversations in self.tasks.tools.items():
+            scorers: dict[str, Scorer] = {}
+            for number, conversation in enumerate(conversations):
                 task = tools_task(length, number)
                 missing = [setting for setting in settings if (setting.name, task) not in self.state]
                 if not missing:
                     continue
-                self._say(task)
+                self._report(task)
                 for setting in (REFERENCE, *missing):
-                    if setting.name not in readers:
-                        readers[setting.name] = self._reader(setting, length)
-                chosen = {setting.name: readers[setting.name] for setting in missing}
-                for name, found in called(readers[REFERENCE.name], chosen, conversation).items():
+                    if setting.name not in scorers:
+                        scorers[setting.name] = self._scorer(setting, length)
+                chosen = {setting.name: scorers[setting.name] for setting in missing}
+                for name, found in score_calls(scorers[REFERENCE.name], chosen, conversation).items():
                     self.state.add(name, task, [asdict(each) for each in found])
 
     def _needles(self, setting: Setting) -> None:
-        for length, texts in self.plan.needles.items():
+        for length, haystacks in self.tasks.needles.items():
             task = f"needle:{length}"
             if (setting.name, task) in self.state:
                 continue
-            self._say(f"{setting.name}, {task}")
-            longest = max(len(ending) for hidden in texts for endings in hidden.endings for ending in endings)
-            reader = self._reader(setting, length + longest)
-            self.state.add(setting.name, task, [recall(reader, hidden) for hidden in texts])
+            self._report(f"{setting.name}, {task}")
+            longest = max(len(ending) for hidden in haystacks for endings in hidden.endings for ending in endings)
+            scorer = self._scorer(setting, length + longest)
+            self.state.add(setting.name, task, [recall(scorer, hidden) for hidden in haystacks])
 
     def _speeds(self, setting: Setting) -> None:
-        # a simulated cache says nothing of a peer's speed
-        missing = {n: ids for n, ids in self.plan.speeds.items() if (setting.name, f"speed:{n}") not in self.state}
+        # a simulated cache does not have the speed of its peer
+        missing = {n: ids for n, ids in self.tasks.speeds.items() if (setting.name, f"speed:{n}") not in self.state}
         if setting.peer is not None or not missing:
             return
-        reader = self._reader(setting, max(missing) + WARM_UP + WRITTEN, exact=False, graphs=True)
+        scorer = self._scorer(setting, max(missing) + WARM_UP + DECODED_TOKENS, exact=False, graphs=True)
         for length, ids in missing.items():
-            self._say(f"{setting.name}, speed:{length}")
-            self.state.add(setting.name, f"speed:{length}", speed(reader, ids))
+            self._report(f"{setting.name}, speed:{length}")
+            self.state.add(setting.name, f"speed:{length}", speed(scorer, ids))
 
-    def _reader(self, setting: Setting, context: int, exact: bool | None = None, graphs: bool = False) -> EngineReader:
-        base, shapes = self.bases(setting.quantize), setting.shapes(self._shapes)
-        vectors = setting.vectors(lambda: self.vectors(setting.quantize))
-        return EngineReader(base, shapes, setting.cache, context, self.exact if exact is None else exact, graphs, vectors)
+    def _scorer(self, setting: Setting, context: int, exact: bool | None = None, graphs: bool = False) -> EngineScorer:
+        base, shapes = self.engine_for(setting.quantize), setting.shapes(self._shapes)
+        calibration = setting.calibration(lambda: self.calibration_for(setting.quantize))
+        return EngineScorer(base, shapes, setting.cache, context, self.exact if exact is None else exact, graphs, calibration)
 
-    def _say(self, what: str) -> None:
-        keys = [(setting.name, task) for setting in self.settings for task in self.plan.tasks]
+    def _report(self, what: str) -> None:
+        keys = [(setting.name, task) for setting in self.settings for task in self.tasks.names]
         wanted = [key for key in keys if not key[1].startswith("speed:") or not self._simulated(key[0])]
-        self.tell(what, sum(key in self.state for key in wanted), len(wanted))
+        self.report(what, sum(key in self.state for key in wanted), len(wanted))
 
     def _simulated(self, name: str) -> bool:
         return any(setting.name == name and setting.peer is not None for setting in self.settings)
@@ -168,17 +167,17 @@ class Evaluation:
     def _row(self, setting: Setting) -> dict[str, Any]:
         cache, speeds = self.caches[setting.name], {}
         if setting.peer is None:
-            speeds = {length: self.state[setting.name, f"speed:{length}"] for length in self.plan.speeds}
+            speeds = {length: self.state[setting.name, f"speed:{length}"] for length in self.tasks.speeds}
         return {
             "setting": setting.name,
             "title": setting.title,
             "simulated": setting.peer is not None,
             "token_nbytes": cache.token_nbytes,
             "nbytes_at": {length: nbytes_at(cache, length) for length in CONTEXTS},
-            "text": summary(self._found(setting, self.plan.windows)),
-            "copy": {distance: summary(self._found(setting, [each])) for distance, each in self.plan.copies.items()},
-            "needle": {length: self._recalled(setting, length) for length in self.plan.needles},
-            "tools": {length: self._called(setting, length) for length in self.plan.tools},
+            "text": summary(self._found(setting, self.tasks.windows)),
+            "copy": {distance: summary(self._found(setting, [each])) for distance, each in self.tasks.copies.items()},
+            "needle": {length: self._recalled(setting, length) for length in self.tasks.needles},
+            "tools": {length: self._called(setting, length) for length in self.tasks.tools},
             "speed": speeds,
         }
 
@@ -186,12 +185,12 @@ class Evaluation:
         return sum((Differences(**self.state[setting.name, passage.name]) for passage in passages), NONE)
 
     def _called(self, setting: Setting, length: int) -> dict[str, Any]:
-        tasks = [tools_task(length, number) for number in range(len(self.plan.tools[length]))]
+        tasks = [tools_task(length, number) for number in range(len(self.tasks.tools[length]))]
         found = [each for task in tasks for each in self.state[setting.name, task]]
-        return summed([Called(each["name"], Differences(**each["differences"])) for each in found])
+        return summarize_calls([CallResult(each["name"], Differences(**each["differences"])) for each in found])
 
     def _recalled(self, setting: Setting, length: int) -> dict[str, Any]:
-        """The mean probability of the right value, over all and by depth, and how often it is above one half."""
+        """Return the mean probability of the right value, overall and by depth, and how often it is above one half."""
         found = np.array(self.state[setting.name, f"needle:{length}"])
         by_depth = dict(zip(map(str, DEPTHS), found.mean(0).tolist(), strict=True))
         return {"mean": float(found.mean()), "above_half": float((found > 0.5).mean()), "by_depth": by_depth}

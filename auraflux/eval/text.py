@@ -1,4 +1,4 @@
-"""The texts that are measured: read from files or from those that come with the package, and cut into passages of tokens."""
+"""Evaluation text: read from files or from the package, and cut into passages of tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,17 +6,17 @@ from importlib import resources
 from pathlib import Path
 
 from auraflux.errors import InputError
-from auraflux.run.tokenizer import Tokenizer
+from auraflux.tokenizer.tokenizer import Tokenizer
 
-REQUEST = "Write the next part of a speech."  # that the text answers, in chat format
-LEAD = 8  # tokens of a second copy that show that it is one; they are not measured
+REQUEST = "Write the next part of a speech."  # the user message before the text, in chat format
+LEAD = 8  # tokens that identify a second copy; they are not measured
 
 
 @dataclass(frozen=True)
 class Passage:
     """Tokens of which those from `first` on are predicted and measured.
 
-    name  tells it from others of a run
+    name  unique within a run
     """
 
     name: str
@@ -32,7 +32,7 @@ class Passage:
 class Text:
     """The tokens of one text.
 
-    prefix  tokens before every passage of it: the beginning of a text as the model knows it, or a question in chat format
+    prefix  tokens before every passage: the BOS token, or a user message in chat format
     """
 
     name: str
@@ -41,7 +41,7 @@ class Text:
 
 
 def read_files(paths: list[Path]) -> dict[str, str]:
-    """Read texts by their names; without paths, those of the package."""
+    """Read text files by name; without paths, those of the package."""
     if not paths:
         folder = resources.files("auraflux.eval") / "texts"
         return {path.name: path.read_text("utf-8") for path in _sorted(folder) if path.name.endswith(".txt")}
@@ -53,7 +53,7 @@ def _sorted(folder: resources.abc.Traversable) -> list[resources.abc.Traversable
 
 
 def decoded(path: Path) -> str:
-    """Read a file that must be a text."""
+    """Read a file that must be UTF-8 text."""
     try:
         found = path.read_bytes().decode("utf-8")
     except OSError as err:
@@ -67,24 +67,24 @@ def decoded(path: Path) -> str:
     return found
 
 
-def tokenized(texts: dict[str, str], tokenizer: Tokenizer, chat: bool) -> list[Text]:
-    """Give the tokens of texts, each with what comes before a passage of it."""
+def tokenized(files: dict[str, str], tokenizer: Tokenizer, chat: bool) -> list[Text]:
+    """Tokenize files, each with the prefix of its passages."""
     prefix = tokenizer.encode("")
     if chat:
         prefix = tokenizer.encode(tokenizer.apply_template([{"role": "user", "content": REQUEST}]), special=False)
-    return [Text(name, tuple(tokenizer.encode(text, special=False)), tuple(prefix)) for name, text in texts.items()]
+    return [Text(name, tuple(tokenizer.encode(text, special=False)), tuple(prefix)) for name, text in files.items()]
 
 
 def shared_tokens(endings: Sequence[Sequence[int]]) -> int:
-    """How many tokens sequences have in common at their beginning; each has at least one more."""
+    """Return the length of the common prefix of sequences, each of which has at least one more token."""
     most = min(len(ending) for ending in endings) - 1
     return next((i for i in range(most) if len({ending[i] for ending in endings}) > 1), most)
 
 
-def windows(texts: list[Text], size: int, count: int | None) -> list[Passage]:
-    """Cut texts into windows of `size` tokens, and take `count` of them evenly spread; None for all."""
+def windows(documents: list[Text], size: int, count: int | None) -> list[Passage]:
+    """Cut documents into windows of `size` tokens; return `count` of them, evenly spread, or all."""
     every = []
-    for text in texts:
+    for text in documents:
         room = size - len(text.prefix)
         if room < 2:
             raise InputError(f"a window of {size} tokens is too short: {len(text.prefix)} tokens come before the text in each.")
@@ -100,16 +100,16 @@ def windows(texts: list[Text], size: int, count: int | None) -> list[Passage]:
     return [every[i * len(every) // count] for i in range(count)]
 
 
-def copies(texts: list[Text], distances: list[int], size: int) -> dict[int, Passage]:
-    """Make, for each distance, a passage of `size` tokens, other text, and the passage again; the second copy is measured.
+def copies(documents: list[Text], distances: list[int], size: int) -> dict[int, Passage]:
+    """Make a passage for each distance: `size` tokens, other text, and the same tokens again, which are measured.
 
-    A distance is that of a token from its first copy.
+    A distance is the number of tokens between a token and its first copy.
     """
     found = {}
     for distance in distances:
-        text = next((text for text in texts if len(text.ids) >= distance), None)
+        text = next((text for text in documents if len(text.ids) >= distance), None)
         if text is None:
-            longest = max(len(text.ids) for text in texts)
+            longest = max(len(text.ids) for text in documents)
             raise InputError(f"no text has the {distance} tokens that copying needs; the longest has {longest}.")
         if distance < size:
             raise InputError(f"a copy {distance} tokens away overlaps its passage of {size} tokens.")

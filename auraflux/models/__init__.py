@@ -9,7 +9,7 @@ from typing import Any
 
 from auraflux.errors import FormatError
 from auraflux.models.config import WRAPPERS, text_type
-from auraflux.weights.boundary import shown
+from auraflux.weights.formats.untrusted import shown
 
 # model_type -> module; several types share a file where only numbers differ
 FAMILIES = {
@@ -53,7 +53,7 @@ FAMILIES = {
 
 
 def family_name(config: dict[str, Any]) -> str:
-    """The family of a checkpoint's model_type."""
+    """Return the family of a checkpoint's model_type."""
     kind = text_type(config)
     if kind not in FAMILIES:
         known = ", ".join(sorted({*FAMILIES, *WRAPPERS}))
@@ -62,5 +62,5 @@ def family_name(config: dict[str, Any]) -> str:
 
 
 def family(config: dict[str, Any]) -> ModuleType:
-    """The module that knows a checkpoint's model_type."""
+    """Import the module of a checkpoint's model_type."""
     return importlib.import_module(f"auraflux.models.{family_name(config)}")

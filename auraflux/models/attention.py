@@ -1,4 +1,4 @@
-"""Grouped-query attention, as most families have it."""
+"""Grouped-query attention (GQA) over the KV cache, for most families."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,22 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.cache import Batch, Beside
-from auraflux.models.decoder import Mixer, Stream
+from auraflux.cache import Batch, MixedBatch
+from auraflux.models.layer import LayerInput, Mixer
 from auraflux.models.rotation import Growth, Rotation
 from auraflux.ops import linear, rms_norm, sigmoid_gate, split_q_gate
 from auraflux.quant import QTensor
+from auraflux.weights.formats.stored import dense
 from auraflux.weights.loader import Weights, sampled
-from auraflux.weights.slices import span
-from auraflux.weights.stored import dense
+from auraflux.weights.parallel.tensor_slices import span
 
 SAMPLED = 4  # rows
-GRAM_ROWS = 1024  # of a weight that are in memory in plain numbers at a time
+GRAM_ROWS = 1024  # of a weight that are dequantized at a time
 
 
 @dataclass(frozen=True)
 class Heads:
-    """count of queries, kv of keys and values, all `width` wide."""
+    """The numbers of query heads (`count`) and of key and value heads (`kv`), and the width of each."""
 
     count: int
     kv: int
@@ -32,20 +32,19 @@ class Heads:
 class Attention(Mixer):
     """Grouped-query attention over the cache.
 
-    read_again  whether later layers read its keys and values too
+    shares_kv  later layers read its keys and values too
 
-    eps    of norms over queries and keys; None where there are none
-    across whether a norm is over all heads at once, instead of each by itself
-    scale  of the scores; by default 1/sqrt(width)
-    sinks  whether each head has one
-    gated  whether q_proj holds, beside each head's query, a gate for its output
-    growth of queries with their positions
-    parts  the projections there are: "qk" where values are made of keys, "q" where both are another layer's
-    shift  what is missing in the checkpoint's weights of the norms: 1 where they are those of a (1 + w) norm
+    eps     of the norms over queries and keys; None where there are none
+    across  norms are over all heads at once, not per head
+    scale   of the attention scores; by default 1/sqrt(width)
+    sinks   each head has an attention sink
+    gated   q_proj holds an output gate next to each head's query
+    growth  scales queries by their positions
+    parts   the projections: "qkv"; "qk" where values are made of keys; "q" where both are another layer's
+    shift   added to the norms' weights: 1 where checkpoints store w of a (1 + w) norm
     """
 
-    read_again = False
-    tells_apart = True
+    shares_kv = False
 
     def __init__(
         self,
@@ -66,18 +65,18 @@ class Attention(Mixer):
     ):
         self.rotation, self.eps, self.softcap, self.gated = rotation, eps or 0.0, softcap, gated
         self.scale, self.growth = heads.width**-0.5 if scale is None else scale, growth
-        # a rank has all queries of its heads of keys
+        # a rank has all query heads of its key heads
         mine, shared = weights.slices.heads(heads.kv), heads.count // heads.kv
-        self.heads, self.join = Heads(shared * len(mine), len(mine), heads.width), weights.slices.join
+        self.heads, self.join = Heads(shared * len(mine), len(mine), heads.width), weights.slices.all_reduce
         rows = {"q": shared * (2 if gated else 1) * heads.width, **dict.fromkeys(parts[1:], heads.width)}
         each = [(f"{name}.{kind}_proj", n * heads.kv, span(mine, n)) for kind, n in rows.items()]
-        self.qkv = [weights.some_rows(projection, n, hidden, some) for projection, n, some in each]
+        self.qkv = [weights.row_shard(projection, n, hidden, some) for projection, n, some in each]
         self.qkv_bias = [weights.bias(*which) for which in each]
         columns = span(mine, shared * heads.width)
-        self.out = weights.some_columns(f"{name}.o_proj", hidden, heads.count * heads.width, columns)
-        self.out_bias = weights.bias_once(f"{name}.o_proj", hidden)
+        self.out = weights.column_shard(f"{name}.o_proj", hidden, heads.count * heads.width, columns)
+        self.out_bias = weights.bias_on_first_rank(f"{name}.o_proj", hidden)
         self._sample: list[Tensor] | None = None
-        if not weights.slices.whole:
+        if not weights.slices.unsliced:
             named = [*(projection for projection, _, _ in each), f"{name}.o_proj"]
             self._sample = [tensor for matrix in named for tensor in weights.sample(matrix, SAMPLED)]
         self.norms: tuple[Tensor, Tensor] | None = None
@@ -96,26 +95,26 @@ class Attention(Mixer):
         sunk = span(mine, shared)
         self.sinks = weights.vector(f"{name}.sinks", heads.count)[sunk.start : sunk.stop] if sinks else None
 
-    def __call__(self, stream: Stream, batch: Batch | Beside, store: Any) -> tuple[Tensor, Tensor]:
-        """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
-        total, rows, gate = self.products(stream)
-        out = batch.apart(lambda part, *rows: self._attended(part, store, *rows), *rows)
+    def __call__(self, inputs: LayerInput, batch: Batch | MixedBatch, store: Any) -> tuple[Tensor, Tensor]:
+        """Return the residual stream with its delta added, and the next delta, both [T, H]."""
+        total, rows, gate = self.project(inputs)
+        out = batch.map_parts(lambda part, *rows: self._attend(part, store, *rows), *rows)
         if gate is not None:
             out = sigmoid_gate(out, gate)
         return total, self.projected(out)
 
-    def _attended(self, batch: Batch, store: Any, *rows: Tensor) -> Tensor:
-        q = self.stored(batch, store, *rows)
+    def _attend(self, batch: Batch, store: Any, *rows: Tensor) -> Tensor:
+        q = self.append(batch, store, *rows)
         if self.growth is not None:
             q = self.growth(q, batch.positions)
         return store.attend(batch, q, self.scale, self.sinks, self.softcap)
 
     def projected(self, out: Tensor) -> Tensor:
-        """What all heads give, [T, Hq, D], as the stream takes it: [T, H]."""
+        """Project the output of all heads: [T, Hq, D] -> [T, H]."""
         return self.join(linear(out.view(len(out), -1), self.out, self.out_bias))
 
     def sample(self) -> Iterator[Tensor]:
-        """A few rows of each projection as they are held, whatever the device: they tell these weights from others."""
+        """Yield a few rows of each projection, the same on every device, to identify the weights."""
         if self._sample is not None:
             yield from self._sample
             return
@@ -124,7 +123,7 @@ class Attention(Mixer):
             yield from sampled(weight.take(rows) if isinstance(weight, QTensor) else weight[rows])
 
     def output_gram(self) -> Tensor:
-        """The products of the columns by which each query head's result is projected: [Hq, D, D] float32."""
+        """Return the Gram matrix of the output projection's columns per query head: [Hq, D, D] float32."""
         heads, width = self.heads.count, self.heads.width
         total = torch.zeros(heads, width, width, device=self.out.device)
         for rows in torch.arange(self.out.shape[0], device=self.out.device).split(GRAM_ROWS):
@@ -133,14 +132,14 @@ class Attention(Mixer):
             total += columns.transpose(1, 2) @ columns
         return total
 
-    def remember(self, stream: Stream, batch: Batch, store: Any) -> None:
-        """Store keys and values."""
-        self.stored(batch, store, *self.products(stream)[1])
+    def update_cache(self, inputs: LayerInput, batch: Batch, store: Any) -> None:
+        """Append keys and values of new tokens to the cache."""
+        self.append(batch, store, *self.project(inputs)[1])
 
-    def products(self, stream: Stream) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-        """Give the stream with all that was to be added to it, what `stored` takes, and gates if there are any."""
-        heads, tokens = self.heads, len(stream.x)
-        total, (q, k, v) = stream.linears(self.qkv, self.qkv_bias)
+    def project(self, inputs: LayerInput) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
+        """Return the residual stream with its delta added, the queries, keys and values, and output gates or None."""
+        heads, tokens = self.heads, len(inputs.x)
+        total, (q, k, v) = inputs.linears(self.qkv, self.qkv_bias)
         gate = None
         if self.across is not None:
             q, k = rms_norm(q, self.across[0], self.eps), rms_norm(k, self.across[1], self.eps)
@@ -151,6 +150,6 @@ class Attention(Mixer):
         k, v = (t.view(tokens, -1, heads.width) for t in (k, v))
         return total, (q, k, v), gate
 
-    def stored(self, batch: Batch, store: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store keys and values of a batch's new tokens: gives the queries as they attend, [T, Hq, D]."""
+    def append(self, batch: Batch, store: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Append keys and values of new tokens to the cache; return the rotated queries, [T, Hq, D]."""
         return store.rope_append(batch, q, k, v, self.rotation, self.norms, self.eps)

@@ -1,136 +1,32 @@
-"""The skeleton of every model: an embedding, layers around a residual stream, a norm, and the scores of the next token.
+"""The skeleton of every model: token embedding, decoder layers around a residual stream, final norm and LM head.
 
-A layer is a mixer (attention, or what takes its place) and an MLP (or a mixture of experts). Each reads the stream through a
-norm and gives a delta to be added to it. The delta waits for the next norm, since one op adds and normalises: between layers
-stream and delta go together, and the delta is None where nothing waits.
-
-A family supplies `make_mixer` and `make_mlp`, and overrides what else is its own.
+A family supplies `make_mixer` and `make_mlp`, and overrides other methods where it differs.
 """
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from auraflux.cache import Batch, Beside, Cache
-from auraflux.models.mtp import MTP, Place
-from auraflux.ops import add_norm_linears, add_norm_scores, add_rms_norm, combine, embed, linear, linears, rms_norm
+from auraflux.cache import Batch, Cache, Logits, MixedBatch
+from auraflux.models.layer import FeedForward, Layer, LayerInput, Mixer, Residual
+from auraflux.models.mtp import MTPHead, MTPNames
+from auraflux.ops import combine, embed, linear
+from auraflux.weights.experts.resident import ExpertPredictor
+from auraflux.weights.formats.stored import Stored
 from auraflux.weights.loader import Weights
-from auraflux.weights.stored import Stored
-from auraflux.weights.streamed import Guess
 
-# towers for images and sound and what joins them to the text
+# vision and audio towers and their projectors
 UNUSED = re.compile(
     r"^(model\.)?(visual|vision_tower|vision_model|vision_embedder|audio_tower|embed_vision|embed_audio"
     r"|mm_projector|multi_modal_projector)\.|rotary_emb\."
 )
-Biases = Sequence[Tensor | None] | None
-Residual = tuple[Tensor, Tensor | None]  # the stream and what is still to be added to it, both [T, H]
-
-
-class Stream(NamedTuple):
-    """What a mixer or an MLP reads: the residual stream, what is still to be added to it, and the norm over their sum.
-
-    x      [T, H]
-    delta  [T, H] or None
-    norm   [H]
-    """
-
-    x: Tensor
-    delta: Tensor | None
-    norm: Tensor
-    eps: float
-
-    def normed(self) -> tuple[Tensor, Tensor]:
-        """The sum, and its norm."""
-        if self.delta is None:
-            return self.x, rms_norm(self.x, self.norm, self.eps)
-        h, total = add_rms_norm(self.delta, self.x, self.norm, self.eps)
-        return total, h
-
-    def linears(self, weights: Sequence[Stored], biases: Biases = None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The sum, and products of its norm, see `add_norm_linears`."""
-        return add_norm_linears(*self, weights, biases)
-
-    def scores(self, weights: Sequence[Stored], biases: Biases = None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """The norm, the sum, and products of the norm, see `add_norm_scores`."""
-        return add_norm_scores(*self, weights, biases)
-
-
-class Given(NamedTuple):
-    """What a mixer or an MLP reads where a layer has made it ready, and what it gives is added to nothing.
-
-    x  [T, H]
-    """
-
-    x: Tensor
-
-    def linears(self, weights: Sequence[Stored], biases: Biases = None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The same and its products."""
-        return self.x, linears(self.x, weights, biases)
-
-    def scores(self, weights: Sequence[Stored], biases: Biases = None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """The same, zeros for the sum, and products."""
-        return self.x, torch.zeros_like(self.x), linears(self.x, weights, biases)
-
-
-class Mixer(Protocol):
-    """Attention, or what takes its place: the part of a layer that reads other tokens.
-
-    tells_apart  whether it is given the parts of a step together, see `Beside`, and not one after the other
-    """
-
-    tells_apart: bool = False
-
-    def __call__(self, stream: Stream, batch: Any, store: Any) -> tuple[Tensor, Tensor]:
-        """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
-
-    def remember(self, stream: Stream, batch: Batch, store: Any) -> Any:
-        """Store what later tokens will read; the rest of the work may be left out."""
-
-
-class FeedForward(Protocol):
-    """An MLP or a mixture of experts: the part of a layer that sees each token by itself."""
-
-    def __call__(self, stream: Stream) -> Residual:
-        """Give the stream with all that was to be added to it, and what comes next, if it is not added yet."""
-
-    def announce(self, following: Guess | None, norm: Tensor, eps: float) -> Guess | None:
-        """Hear how to guess the next mixture's experts; give how to guess those of the first mixture from this layer on."""
-        return following
-
-
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """A mixer, then an MLP, each behind a norm."""
-
-    mixer_norm: Tensor
-    mixer: Mixer
-    mlp_norm: Tensor
-    mlp: FeedForward
-    eps: float
-
-    def __call__(self, x: Tensor, delta: Tensor | None, batch: Batch | Beside, store: Any) -> Residual:
-        if self.mixer.tells_apart:
-            x, delta = self._mixed(batch, x, delta, store)
-        else:
-            x, delta = batch.apart(lambda part, x, delta: self._mixed(part, x, delta, store), x, delta)
-        return self.mlp(Stream(x, delta, self.mlp_norm, self.eps))
-
-    def _mixed(self, batch: Batch | Beside, x: Tensor, delta: Tensor | None, store: Any) -> tuple[Tensor, Tensor]:
-        return self.mixer(Stream(x, delta, self.mixer_norm, self.eps), batch, store)
-
-    def remember(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> None:
-        """Run only the part that stores something."""
-        self.mixer.remember(Stream(x, delta, self.mixer_norm, self.eps), batch, store)
 
 
 class Config(Protocol):
-    """What the skeleton wants to know of a family's config."""
+    """The fields that the skeleton reads of a family's config."""
 
     @property
     def hidden(self) -> int: ...
@@ -148,63 +44,66 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 class Decoder(ABC, Generic[ConfigT]):
-    """Embedding, layers, norm and head; or some consecutive layers, and the rest only where these are the first.
+    """Embedding, layers, final norm and head; or one pipeline stage, of which the first has the embedding, norm and head.
 
-    norms  of a layer, as checkpoints name them: before its mixer, and before its MLP
-    shift  of the norms' weights, see `Weights.vector`
-    span   the numbers of its layers
-    whole  why its layers cannot be on several ranks; None where they can, see `unsliced` for their heads
-    again  whether a layer may be given a token again, which it then stores at the same place, see `at_ends`
-    beside whether a step of writing and a piece of a prompt may go through its layers as one, see `write_beside`
-    mtp    the layer that predicts further tokens; None where it is not wanted
+    norms                 a layer's norms as checkpoints name them: before the mixer, and before the MLP
+    shift                 added to the norms' weights, see `Weights.vector`
+    span                  the numbers of the layers that are here
+    supports_mixed_batch  a step may have a decode and a prefill part; derived from the layers
+    idempotent_append     attention layers may append a token twice at one position, which last-token logits need
+    mtp                   the MTP head; None where it is not loaded
     """
 
     norms = "input_layernorm", "post_attention_layernorm"
     shift = 0.0
-    whole: str | None = None
-    again = False
-    beside = False
+    idempotent_append = False
 
     def __init__(self, config: ConfigT, weights: Weights):
         self.config, self.dtype = config, weights.dtype
         self.span = weights.span or range(config.layers)
         for index in set(range(config.layers)) - set(self.span):
-            weights.skip_under(f"model.layers.{index}.")
+            weights.skip_prefix(f"model.layers.{index}.")
         if self.span.start == 0:
             self.table = weights.matrix("model.embed_tokens", config.vocab, config.hidden)
         self.layers = [self._layer(weights, f"model.layers.{index}", index) for index in self.span]
+        self.supports_mixed_batch = all(layer.supports_mixed_batch for layer in self.layers)
         if self.span.start == 0:
-            self.make_end(weights)
+            self.make_final_norm(weights)
             self.head = self._head(weights)
         else:
             weights.skip("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-        self._announce()
-        self.mtp = self._mtp(weights, self.mtp_place(config))
+        self._link_prefetch()
+        self.mtp = self._mtp(weights, self.mtp_names(config))
 
     @classmethod
-    def unsliced(cls, config: ConfigT) -> str | None:
-        """Why its heads cannot be on several ranks; None where they can."""
+    def no_tensor_parallel(cls, config: ConfigT) -> str | None:
+        """Return the reason against tensor parallelism; None where it works."""
         return None
 
     @classmethod
-    def mtp_place(cls, config: ConfigT) -> Place | None:
-        """Where checkpoints have the layer that predicts further tokens; None where there is none that is known."""
+    def no_pipeline_parallel(cls, config: ConfigT) -> str | None:
+        """Return the reason against pipeline parallelism; None where it works."""
+        return None
+
+    @classmethod
+    def mtp_names(cls, config: ConfigT) -> MTPNames | None:
+        """Return the names of the MTP head's tensors; None where checkpoints have no known MTP head."""
         return None
 
     @abstractmethod
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
-        """Attention, or what takes its place, of the layer under a name such as model.layers.3."""
+        """Make the mixer of the layer under a name such as model.layers.3."""
 
     @abstractmethod
     def make_mlp(self, weights: Weights, name: str, index: int) -> FeedForward:
-        """The MLP or mixture of the layer under a name such as model.layers.3."""
+        """Make the MLP or mixture of the layer under a name such as model.layers.3."""
 
     def make_norm(self, weights: Weights, name: str) -> Tensor:
-        """The weight of a norm over the stream, [H]."""
+        """Load the weight of a norm over the residual stream, [H]."""
         return weights.vector(f"{name}.weight", self.config.hidden, shift=self.shift)
 
-    def make_end(self, weights: Weights) -> None:
-        """Take what comes between the last layer and the head."""
+    def make_final_norm(self, weights: Weights) -> None:
+        """Load the weights between the last layer and the head."""
         self.norm = self.make_norm(weights, "model.norm")
 
     def _layer(self, weights: Weights, name: str, index: int) -> Layer:
@@ -212,100 +111,84 @@ class Decoder(ABC, Generic[ConfigT]):
         mixer, mlp = self.make_mixer(weights, name, index), self.make_mlp(weights, name, index)
         return Layer(mixer_norm, mixer, mlp_norm, mlp, self.config.eps)
 
-    def _mtp(self, weights: Weights, place: Place | None) -> MTP | None:
-        if place is None:
+    def _mtp(self, weights: Weights, names: MTPNames | None) -> MTPHead | None:
+        if names is None:
             return None
         made = None
         if weights.mtp:
             token_norm, hidden_norm, norm = (
-                self.make_norm(weights, name) for name in (place.token_norm, place.hidden_norm, place.norm)
+                self.make_norm(weights, name) for name in (names.token_norm, names.hidden_norm, names.norm)
             )
-            joint = weights.matrix(place.joint, self.config.hidden, 2 * self.config.hidden)
-            layer = self._layer(weights, place.layer, place.like)
-            made = MTP(token_norm, hidden_norm, joint, layer, norm, self.config.eps)
-        for prefix in place.beyond:
-            weights.skip_under(prefix)
+            projection = weights.matrix(names.projection, self.config.hidden, 2 * self.config.hidden)
+            layer = self._layer(weights, names.layer, names.like)
+            made = MTPHead(token_norm, hidden_norm, projection, layer, norm, self.config.eps)
+        for prefix in names.prefixes:
+            weights.skip_prefix(prefix)
         return made
 
     def _head(self, weights: Weights) -> Stored:
-        """The matrix that scores the next token: the embedding's own where the two are tied, or where another rank scores."""
+        """Load the LM head: the embedding where the two are tied, or where another rank computes logits."""
         if not self.config.tied and weights.slices.first:
             return weights.matrix("lm_head", self.config.vocab, self.config.hidden)
         weights.skip("lm_head.weight")
         return self.table
 
-    def _announce(self) -> None:
-        """Tell each mixture how to guess what the next one will ask for."""
-        guess: Guess | None = None
+    def _link_prefetch(self) -> None:
+        """Give each mixture the predictor of the next mixture's experts."""
+        predictor: ExpertPredictor | None = None
         for layer in reversed(self.layers):
-            guess = layer.mlp.announce(guess, layer.mlp_norm, layer.eps)
+            predictor = layer.mlp.link_prefetch(predictor, layer.mlp_norm, layer.eps)
 
-    def __call__(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor:
-        """Run the new tokens of a batch: ids [T] -> [T, H], after the last norm."""
-        return self.normed(*self.carried(ids, batch, cache, len(self.layers)))
+    def forward(self, ids: Tensor, batch: Batch | MixedBatch, cache: Cache) -> Tensor:
+        """Run a step: ids [T] -> the final hidden states of the tokens that need logits, [N, H]; see `Batch.logits`."""
+        found = self._forward(ids, batch, cache)
+        return torch.empty(0, device=ids.device) if found is None else self.final_norm(*found)
 
-    def normed(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
-        """What comes out of the last layer, after the last norm: [T, H]."""
-        return Stream(x, delta, self.norm, self.config.eps).normed()[1]
+    def forward_stage(self, x: Tensor, batch: Batch, cache: Cache) -> Tensor:
+        """Run a pipeline stage: ids [T] in the first, [T, H] in the others -> hidden states before the final norm, [T, H]."""
+        found = self._forward(x, batch, cache)
+        if found is None:
+            return torch.empty(0, device=x.device)
+        x, delta = found
+        return x if delta is None else combine(x, delta)
 
-    def part(self, x: Tensor, batch: Batch, cache: Cache) -> Tensor:
-        """Run tokens (ids [T] for the first layers) through these layers: [T, H], nothing still to be added.
+    def _forward(self, x: Tensor, batch: Batch | MixedBatch, cache: Cache) -> Residual | None:
+        """Run all layers that are here; the last of the model computes its output only for tokens that need logits."""
+        if batch.logits is Logits.ALL or self.span.stop < self.config.layers:
+            return self.run_layers(x, batch, cache, len(self.layers))
+        # layers after the last one with a cache append nothing
+        last = len(cache.layers) - 1 - self.span.start
+        layer, store = self.layers[last], cache.layers[-1]
+        x, delta = self.run_layers(x, batch, cache, last)
+        layer.update_cache(*batch.append_only(x, delta), store)
+        needed = batch.with_logits(x, delta)
+        return None if needed is None else layer(*needed, store)
 
-        Of a silent batch's last layer only what it keeps is wanted, and what is given means nothing.
-        """
-        stream = self.embedded(x) if self.span.start == 0 else x
-        last = batch.silent and self.span.stop == self.config.layers
-        stream, delta = self.through(stream, batch, cache, len(self.layers) - last)
-        if last:
-            self.layers[-1].remember(stream, delta, batch, cache.layers[-1])
-        return stream if delta is None else combine(stream, delta)
-
-    def remember(self, ids: Tensor, batch: Batch, cache: Cache) -> None:
-        """Run tokens after which nobody asks what follows: of the last layer that keeps something only that is wanted."""
-        last = len(cache.layers) - 1
-        self.layers[last].remember(*self.carried(ids, batch, cache, last), batch, cache.layers[last])
-
-    def at_ends(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor:
-        """Run tokens of which only each sequence's last is asked what follows: its final hidden state, [B, H]."""
-        last = len(self.layers) - 1
-        layer, store = self.layers[last], cache.layers[last]
-        x, delta = self.carried(ids, batch, cache, last)
-        layer.remember(x, delta, batch, store)
-        places = batch.turn_to_ends()
-        return self.normed(*layer(x[places], None if delta is None else delta[places], batch, store))
-
-    def write_beside(self, ids: Tensor, both: Beside, cache: Cache) -> Tensor:
-        """Run a step of writing beside a piece of a prompt: the final hidden states of what is written, [B, H]."""
-        last = len(self.layers) - 1
-        layer, store = self.layers[last], cache.layers[last]
-        x, delta = self.carried(ids, both, cache, last)
-        (written, read), (written_delta, read_delta) = both.split(x), both.split(delta)
-        layer.remember(read, read_delta, both.reading, store)
-        return self.normed(*layer(written, written_delta, both.writing, store))
-
-    def carried(self, ids: Tensor, batch: Batch | Beside, cache: Cache, count: int) -> Residual:
-        """Run tokens through the first layers: the stream and what is still to be added to it, both [T, H]."""
-        return self.through(self.embedded(ids), batch, cache, count)
-
-    def through(self, x: Tensor, batch: Batch | Beside, cache: Cache, count: int) -> Residual:
-        """Run the stream through so many layers: with what is still to be added to it, both [T, H]."""
+    def run_layers(self, x: Tensor, batch: Batch | MixedBatch, cache: Cache, count: int) -> Residual:
+        """Run the first `count` layers that are here: ids [T] or, in later pipeline stages, [T, H] -> [T, H] and delta."""
+        if self.span.start == 0:
+            x = self.embed_tokens(x)
         delta: Tensor | None = None
         for layer, number in zip(self.layers[:count], self.span, strict=False):
             x, delta = layer(x, delta, batch, cache.layers[number])
         return x, delta
 
-    def embedded(self, ids: Tensor) -> Tensor:
-        """Begin the stream: [T] -> [T, H]."""
+    def embed_tokens(self, ids: Tensor) -> Tensor:
+        """Start the residual stream: [T] -> [T, H]."""
         return embed(ids, self.table).to(self.dtype)
 
+    def final_norm(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+        """Normalise the output of the last layer: [T, H]."""
+        return LayerInput(x, delta, self.norm, self.config.eps).normed()[1]
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Score the next token: [N, H] -> [N, V] float32."""
+        """Return the logits of the next token: [N, H] -> [N, V] float32."""
         return linear(hidden, self.head).float()
 
 
 def text_name(name: str) -> str | None:
-    """The name of a tensor of the text part; None for those of other parts, and for rotary frequencies, which configs tell."""
+    """Return the name of a text model's tensor; None for other towers, and for rotary frequencies, which the config gives."""
     if UNUSED.search(name):
         return None
-    # beside a vision tower transformers says model.language_model.layers, all others language_model.model.layers
+    # multimodal checkpoints say model.language_model.layers (transformers) or language_model.model.layers (others)
     return name.removeprefix("language_model.").replace("model.language_model.", "model.")

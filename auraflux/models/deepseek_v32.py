@@ -1,7 +1,7 @@
-"""DeepSeek V3.2 and GLM 5: DeepSeek V3's body with sparse attention.
+"""DeepSeek V3.2 and GLM 5: DeepSeek V3's architecture with sparse attention (DSA).
 
-An indexer with small heads scores all positions that a token sees, by keys that it keeps of its own, and the token attends to
-the best of them only. In GLM some layers have no indexer and go by the choice of the last layer that has one.
+An indexer with small heads scores all visible positions with index keys of its own, and the token attends to the top k only. In
+GLM some layers have no indexer and use the selection of the last layer that has one.
 """
 
 from dataclasses import dataclass, replace
@@ -13,16 +13,19 @@ from auraflux.cache import Batch, SparseLatentShape
 from auraflux.errors import FormatError
 from auraflux.models import deepseek_v3
 from auraflux.models.config import Keys
-from auraflux.models.decoder import Mixer, Stream
 from auraflux.models.deepseek_v3 import LATENT_EPS, LowRank, Projection, rename
-from auraflux.models.mtp import Place, after_last
+from auraflux.models.layer import LayerInput, Mixer
+from auraflux.models.mtp import MTPNames, after_last
 from auraflux.models.rotation import Rotation
-from auraflux.ops import Chosen, add_norm_linears, layer_norm
+from auraflux.ops import TokenSelection, add_norm_linears, layer_norm
+from auraflux.weights.fields import COUNT, HEAD, LAYERS, MOST_LAYERS, NAMES, TOKEN_COUNT
+from auraflux.weights.formats.untrusted import either, string
 from auraflux.weights.loader import Weights
 
 __all__ = ["Config", "Model", "make_caches", "rename"]
 
 FULL, SHARED = "full", "shared"
+PATTERN = either(string(MOST_LAYERS), NAMES)  # a letter for each layer, or a name
 KEY_EPS = 1e-6  # of the norm over index keys
 
 
@@ -30,10 +33,10 @@ KEY_EPS = 1e-6  # of the norm over index keys
 class Index:
     """The sizes of the indexer.
 
-    heads, width  of its queries; a token has one key of that width
-    most          positions that a token attends to
+    heads, width  of its queries; a token has one index key of that width
+    most          positions that a token attends to (top k)
     rotation      of the first channels
-    layers        which have an indexer
+    layers        those with an indexer
     """
 
     heads: int
@@ -45,7 +48,7 @@ class Index:
 
 @dataclass(frozen=True, eq=False)
 class Config(deepseek_v3.Config):
-    """DeepSeek V3's, and the indexer's."""
+    """DeepSeek V3's config with the indexer's."""
 
     index: Index
 
@@ -54,23 +57,23 @@ class Config(deepseek_v3.Config):
         keys, base = Keys(config), deepseek_v3.Config.from_hf(config)
         if base.widths.query is None:
             raise FormatError(f"config.json of model_type {keys.kind!r} has no 'q_lora_rank', which the indexer reads.")
-        if (rope := base.widths.rope) > (width := keys["index_head_dim"]):
+        if (rope := base.widths.rope) > (width := keys.read("index_head_dim", HEAD)):
             raise FormatError(f"config.json has index_head_dim {width}, of which qk_rope_head_dim {rope} are to be rotated.")
-        # neighbours are rotated together in GLM, halves in DeepSeek, whatever the other heads do
+        # rotation pairs neighbours in GLM and halves in DeepSeek, independent of the other heads
         rotation = replace(base.rotation, interleaved=keys.kind == "glm_moe_dsa")
-        sizes = keys["index_n_heads"], keys["index_head_dim"], keys["index_topk"]
-        return cls(**vars(base), index=Index(*sizes, rotation, _indexed_layers(keys)))
+        heads, most = keys.read("index_n_heads", COUNT), keys.read("index_topk", TOKEN_COUNT)
+        return cls(**vars(base), index=Index(heads, width, most, rotation, _indexed_layers(keys)))
 
 
 def _indexed_layers(keys: Keys) -> tuple[bool, ...]:
-    """Which layers have an indexer of their own: those the checkpoint lists, or every so many after the first."""
-    layers = keys["num_hidden_layers"]
+    """Return the layers with an indexer: those the checkpoint lists, or every n-th after the first."""
+    layers = keys.layers
     if "indexer_types" in keys:
         found = tuple(kind == FULL for kind in keys.layer_types(FULL, SHARED, key="indexer_types"))
     elif "index_topk_pattern" in keys:
-        found = tuple(kind in ("F", FULL) for kind in keys["index_topk_pattern"])
+        found = tuple(kind in ("F", FULL) for kind in keys.read("index_topk_pattern", PATTERN))
     else:
-        every, offset = keys.get("index_topk_freq", 1), keys.get("index_skip_topk_offset", 2)
+        every, offset = keys.get("index_topk_freq", COUNT, 1), keys.get("index_skip_topk_offset", LAYERS, 2)
         found = tuple(max(i - offset + 1, 0) % every == 0 for i in range(layers))
     if len(found) != layers or not found[0]:
         raise FormatError(
@@ -83,18 +86,18 @@ class Model(deepseek_v3.Model):
     """Sparse latent attention, then an MLP in the first layers and experts in the others."""
 
     config: Config
-    # layers go by what earlier ones chose for all tokens of a step
-    beside = False
 
     def __init__(self, config: Config, weights: Weights):
         self.indexer: Indexer | None = None
-        if not all(config.index.layers):
-            self.whole = "its layers go by positions that earlier ones choose."
         super().__init__(config, weights)
 
     @classmethod
-    def mtp_place(cls, config: Config) -> Place | None:  # type: ignore[override]
-        # one that chooses its positions itself
+    def no_pipeline_parallel(cls, config: Config) -> str | None:  # type: ignore[override]
+        return None if all(config.index.layers) else "some layers attend to positions that earlier layers select."
+
+    @classmethod
+    def mtp_names(cls, config: Config) -> MTPNames | None:  # type: ignore[override]
+        # a layer with an indexer of its own
         return after_last(config.layers, config.extra, max(i for i, own in enumerate(config.index.layers) if own))
 
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
@@ -106,9 +109,9 @@ class Model(deepseek_v3.Model):
 
 
 class Indexer:
-    """What chooses the positions of its own layer, and of those after it that have none.
+    """The indexer: it selects the positions of its own layer and of the layers after it that have none.
 
-    chosen  in the step that is being taken; None where all positions are
+    chosen  in the current step; None where all positions are
     """
 
     def __init__(self, config: Config, weights: Weights, name: str):
@@ -119,52 +122,54 @@ class Indexer:
         self.key = Projection(weights, f"{name}.wk", index.width, config.hidden)
         self.share = Projection(weights, f"{name}.weights_proj", index.heads, config.hidden)
         self.norm, self.bias = (weights.vector(f"{name}.k_norm.{part}", index.width) for part in ("weight", "bias"))
-        self.chosen: Chosen | None = None
+        self.chosen: TokenSelection | None = None
 
-    def remember(self, k: Tensor, batch: Batch, store: Any) -> None:
-        """Normalise, rotate and store keys, [T, D]."""
+    def append(self, k: Tensor, batch: Batch, store: Any) -> None:
+        """Normalise, rotate and append index keys, [T, D]."""
         k = layer_norm(k, self.norm, self.bias, KEY_EPS)
         store.append_keys(batch, self.rotation(k[:, None], batch.positions)[:, 0])
 
     def choose(self, batch: Batch, store: Any, q: Tensor, weights: Tensor) -> None:
-        """Choose by queries [T, H * D] and heads' weights [T, H]; what scales all scores alike is left out."""
-        self.chosen = store.choose(batch, self.rotation(q.unflatten(1, (self.heads, -1)), batch.positions), weights)
+        """Select positions by queries [T, H * D] and head weights [T, H]; factors common to all scores are omitted."""
+        self.chosen = store.select_tokens(batch, self.rotation(q.unflatten(1, (self.heads, -1)), batch.positions), weights)
 
 
 class Attention(deepseek_v3.Attention):
-    """Latent attention to the positions an indexer chooses.
+    """Latent attention to the positions that an indexer selects.
 
-    chooses  whether the indexer is its own
+    chooses  the indexer is its own
     """
 
+    # later layers read the positions that it selects for all tokens of a step
+    supports_mixed_batch = False
     query: LowRank
 
     def __init__(self, config: Config, weights: Weights, name: str, indexer: Indexer, chooses: bool):
         super().__init__(config, weights, name)
         self.indexer, self.chooses = indexer, chooses
 
-    def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
-        """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
-        total, q_nope, q_rope, *asked = self.remember(stream, batch, store)
-        if asked:
-            self.indexer.choose(batch, store, *asked)
+    def mix(self, inputs: LayerInput, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+        """Return the residual stream with its delta added, and the next delta, both [T, H]."""
+        total, q_nope, q_rope, *index_inputs = self.append(inputs, batch, store)
+        if index_inputs:
+            self.indexer.choose(batch, store, *index_inputs)
         chosen = None if store.sees_all(batch) else self.indexer.chosen
         mixed = store.attend(batch, self.kv_b.query(q_nope), q_rope, self.scale, chosen)
         return total, self.out(self.kv_b.output(mixed).flatten(1))
 
-    def remember(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, ...]:
-        """Store latents and index keys: gives the stream with all that was to be added to it, and both parts of the queries;
-        then, where there is something to choose, the indexer's queries and weights."""
-        indexer, asks = self.indexer, self.chooses and not store.sees_all(batch)
-        first = [self.query.first, self.kv_a, *([indexer.key] if self.chooses else []), *([indexer.share] if asks else [])]
-        total, (q, kv, *rest) = add_norm_linears(*stream, [each.weight for each in first], [each.bias for each in first])
-        second = [self.query.b, *([indexer.query] if asks else [])]
+    def append(self, inputs: LayerInput, batch: Batch, store: Any) -> tuple[Tensor, ...]:
+        """Append latents and index keys; return the residual stream with its delta added and both parts of the queries, then,
+        where a selection is due, the indexer's queries and weights."""
+        indexer, selects = self.indexer, self.chooses and not store.sees_all(batch)
+        first = [self.query.first, self.kv_a, *([indexer.key] if self.chooses else []), *([indexer.share] if selects else [])]
+        total, (q, kv, *rest) = add_norm_linears(*inputs, [each.weight for each in first], [each.bias for each in first])
+        second = [self.query.b, *([indexer.query] if selects else [])]
         sides = [each.weight for each in second], [each.bias for each in second]
-        _, (q, *asked) = add_norm_linears(q, None, self.query.norm, LATENT_EPS, *sides)
+        _, (q, *index_inputs) = add_norm_linears(q, None, self.query.norm, LATENT_EPS, *sides)
         rotated = store.rope_append(batch, q, kv, self.heads, self.nope, self.rotation, self.latent_norm, LATENT_EPS)
         if self.chooses:
-            indexer.remember(rest[0], batch, store)
-        return total, *rotated, *asked, *rest[1:]
+            indexer.append(rest[0], batch, store)
+        return total, *rotated, *index_inputs, *rest[1:]
 
 
 def make_caches(config: Config) -> list[SparseLatentShape]:

@@ -1,29 +1,30 @@
-"""DeepSeek V4: a stream of several vectors for each token, compressed attention, experts that tokens choose by name at first.
+"""DeepSeek V4: hyper-connections, compressed attention, and hash-routed experts in the first layers.
 
-Keys and values of all heads are one vector, kept for the newest positions only. Of what came before, layers keep an entry for
-every few tokens: either many tokens, and all entries are attended to, or few, of which an indexer with keys of its own chooses.
-What attention mixes was rotated with its positions, so it is rotated back by the query's.
+Key and value of all heads are one vector, cached for a sliding window. For older positions, layers cache compressed entries:
+one for many tokens, and all entries are attended to, or one for a few tokens, and an indexer with keys of its own selects some.
+The vectors are rotated as keys, so the attention output is rotated back by the query's position.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from auraflux.cache import Batch, CompressedShape
-from auraflux.cache.compressed import Learned
+from auraflux.cache.layers.compressed import CompressionWeights
 from auraflux.errors import FormatError
 from auraflux.models.config import Keys
-from auraflux.models.decoder import Decoder, FeedForward, Layer, Mixer, Residual, Stream, text_name
+from auraflux.models.decoder import Decoder, text_name
 from auraflux.models.hyper_connections import Connection, Hyper, HyperLayer, Readout
+from auraflux.models.layer import FeedForward, Layer, LayerInput, Mixer, PartMixer, Residual
 from auraflux.models.mixture import MixtureConfig
-from auraflux.models.rotation import Rotation, rope_settings, rotation
+from auraflux.models.rotation import RopeSettings, Rotation, rope_settings, rotation
 from auraflux.ops import (
-    Chosen,
     Limit,
     Routing,
+    TokenSelection,
     add_norm_linears,
     add_norm_scores,
     combine,
@@ -37,12 +38,27 @@ from auraflux.ops import (
     route,
     weigh_experts,
 )
-from auraflux.weights.experts import load_experts
+from auraflux.weights.experts.load_layer import load_experts
+from auraflux.weights.fields import (
+    COUNT,
+    EPS,
+    FACTOR,
+    FRACTION,
+    HEAD,
+    LAYERS,
+    MOST_LAYERS,
+    NAME,
+    STREAMS,
+    THETA,
+    TOKEN_COUNT,
+    WIDTH,
+)
+from auraflux.weights.formats.untrusted import integer, list_of, mapping_of
 from auraflux.weights.loader import Weights
 
 WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 HASHED, SCORED = "hash_moe", "moe"
-KINDS = {0: WINDOW, 4: SPARSE, 128: HEAVY}  # by what older configs call compress_ratios
+KINDS = {0: WINDOW, 4: SPARSE, 128: HEAVY}  # by the compress_ratios of older configs
 ROPE_SHARE = 64 / 512  # of a head, unless a config says otherwise
 
 
@@ -51,8 +67,8 @@ class Widths:
     """The widths of attention.
 
     query   the queries' low rank
-    head    of a query, and of the vector that is key and value
-    groups  of heads that are projected apart, each to `out`
+    head    a query, and the vector that is key and value
+    groups  of heads with an output projection each, to `out`
     """
 
     query: int
@@ -63,7 +79,7 @@ class Widths:
 
 @dataclass(frozen=True)
 class Index:
-    """The sizes of the indexer: heads, their width, and how many entries a token attends to."""
+    """The sizes of the indexer: heads, their width, and the entries that a token attends to (top k)."""
 
     heads: int
     width: int
@@ -74,12 +90,12 @@ class Index:
 class Config:
     """hidden, vocab are widths.
 
-    kinds      of layers' attention
-    rates      tokens of an entry, by kind
-    hashed     which layers choose experts by a table of tokens
-    limit      of the experts' activations
-    rotations  of heads: of layers with a window alone, and of those with entries
-    turns      of the indexer's heads
+    kinds      the attention of each layer
+    rates      tokens of a compressed entry, by kind
+    hashed     the layers with hash routing: a table gives each token id's experts
+    limit      clamps the experts' activations
+    rotations  of heads: in layers with a window alone, and in those with entries
+    index_rotation  RoPE of the indexer's heads
     """
 
     hidden: int
@@ -99,41 +115,44 @@ class Config:
     tied: bool
     context: int
     rotations: tuple[Rotation, Rotation]
-    turns: Rotation
+    index_rotation: Rotation
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "Config":
         keys = Keys(config)
         for key, accepted in ONLY.items():
-            keys.refuse(key, *accepted)
-        head, index = keys["head_dim"], Index(keys["index_n_heads"], keys["index_head_dim"], keys["index_topk"])
-        turned = keys.get("qk_rope_head_dim", int(head * keys.get("partial_rotary_factor", ROPE_SHARE)))
-        widths = Widths(keys["q_lora_rank"], head, keys["o_groups"], keys["o_lora_rank"])
-        _check_widths(keys["num_attention_heads"], widths, index, turned)
+            keys.only(key, *accepted)
+        widths, index = _widths(keys), _index(keys)
+        head, turned = widths.head, keys.get("qk_rope_head_dim", HEAD, None)
+        if turned is None:
+            turned = int(head * keys.get("partial_rotary_factor", FRACTION, ROPE_SHARE))
+        _check_widths(keys.heads, widths, index, turned)
         plain, stretched = (rotation(keys, turned, each, True) for each in _rope_settings(keys))
         return cls(
-            hidden=keys["hidden_size"],
-            vocab=keys["vocab_size"],
-            layers=keys["num_hidden_layers"],
-            heads=keys["num_attention_heads"],
+            hidden=keys.hidden,
+            vocab=keys.vocab(),
+            layers=keys.layers,
+            heads=keys.heads,
             widths=widths,
             window=keys.window(),
             kinds=_kinds(keys),
             rates=_rates(keys),
             index=index,
-            hyper=Hyper(keys["hc_mult"], keys["hc_sinkhorn_iters"], keys["hc_eps"]),
+            hyper=Hyper(
+                keys.read("hc_mult", STREAMS), keys.read("hc_sinkhorn_iters", integer(1, 1000)), keys.read("hc_eps", EPS)
+            ),
             hashed=_hashed(keys),
             mixture=_mixture(keys),
-            limit=keys["swiglu_limit"],
-            eps=keys["rms_norm_eps"],
-            tied=keys.get("tie_word_embeddings", False),
-            context=keys.get("max_position_embeddings", 4096),
+            limit=keys.read("swiglu_limit", FACTOR),
+            eps=keys.eps(),
+            tied=keys.tied(),
+            context=keys.context(4096),
             rotations=(_last(plain, head), _last(stretched, head)),
-            turns=_last(stretched, index.width),
+            index_rotation=_last(stretched, index.width),
         )
 
 
-ONLY: dict[str, tuple[Any, ...]] = {
+ONLY: dict[str, tuple[bool | int | str, ...]] = {
     "hidden_act": ("silu",),
     "scoring_func": ("sqrtsoftplus", "sigmoid"),
     "topk_method": ("noaux_tc",),
@@ -143,6 +162,16 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
 }
+
+
+def _widths(keys: Keys) -> Widths:
+    head, query = keys.read("head_dim", HEAD), keys.read("q_lora_rank", WIDTH)
+    return Widths(query, head, keys.read("o_groups", COUNT), keys.read("o_lora_rank", WIDTH))
+
+
+def _index(keys: Keys) -> Index:
+    heads, width = keys.read("index_n_heads", COUNT), keys.read("index_head_dim", HEAD)
+    return Index(heads, width, keys.read("index_topk", TOKEN_COUNT))
 
 
 def _check_widths(heads: int, widths: Widths, index: Index, turned: int) -> None:
@@ -155,19 +184,18 @@ def _check_widths(heads: int, widths: Widths, index: Index, turned: int) -> None
         raise FormatError(f"config.json has o_groups {widths.groups}, into which {heads} heads do not divide.")
 
 
-def _rope_settings(keys: Keys) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a config says of both rotations; YaRN enlarges nothing here, unless it says so."""
-    both = keys.get("rope_parameters", {})
-    if isinstance(both.get("main"), dict) and isinstance(both.get("compress"), dict):
+def _rope_settings(keys: Keys) -> tuple[RopeSettings, RopeSettings]:
+    """Return the settings of both rotations; YaRN does not scale attention unless the config says so."""
+    if {"main", "compress"} <= {*keys.section("rope_parameters").sections()}:
         return rope_settings(keys, "main"), rope_settings(keys, "compress")
-    stretched = rope_settings(keys) | {"rope_theta": keys["compress_rope_theta"]}
-    if stretched["rope_type"] == "yarn":
-        stretched = {"attention_factor": 1.0} | stretched
-    return {"rope_type": "default", "rope_theta": keys.get("rope_theta", 10000.0)}, stretched
+    stretched = replace(rope_settings(keys), rope_theta=keys.read("compress_rope_theta", THETA))
+    if stretched.rope_type == "yarn" and stretched.attention_factor is None:
+        stretched = replace(stretched, attention_factor=1.0)
+    return RopeSettings(rope_theta=keys.theta()), stretched
 
 
 def _last(rotation: Rotation, width: int) -> Rotation:
-    """Have a rotation act on the last channels of `width`: those before stand still."""
+    """Apply a rotation to the last channels of `width`; the channels before stay unrotated."""
     still = torch.zeros(width // 2 - len(rotation.frequencies))
     return Rotation(torch.cat([still, rotation.frequencies]), rotation.mscale, True)
 
@@ -176,43 +204,46 @@ def _kinds(keys: Keys) -> tuple[str, ...]:
     if "layer_types" in keys or "compress_ratios" not in keys:
         return keys.layer_types(WINDOW, SPARSE, HEAVY)
     # a further one is of the layer that predicts further tokens
-    ratios, layers = keys["compress_ratios"], keys["num_hidden_layers"]
+    ratios, layers = keys.read("compress_ratios", list_of(integer(0, 1 << 24), MOST_LAYERS)), keys.layers
     if len(ratios) < layers or not set(ratios) <= set(KINDS):
         raise FormatError(f"config.json has {len(ratios)} compress_ratios for {layers} layers; 0, 4 and 128 are supported.")
     return tuple(KINDS[ratio] for ratio in ratios[:layers])
 
 
 def _rates(keys: Keys) -> dict[str, int]:
-    found = {SPARSE: keys.get("compress_rate_csa", 4), HEAVY: keys.get("compress_rate_hca", 128)}
-    found |= {kind: rate for kind, rate in keys.get("compress_rates", {}).items() if kind in found}
-    if any(not isinstance(rate, int) or rate < 1 for rate in found.values()):
-        raise FormatError(f"config.json has compress_rates {found}; whole numbers of tokens are needed.")
-    return found
+    listed = keys.get("compress_rates", mapping_of(TOKEN_COUNT, 16), {})
+    usual = {
+        SPARSE: keys.get("compress_rate_csa", TOKEN_COUNT, 4),
+        HEAVY: keys.get("compress_rate_hca", TOKEN_COUNT, 128),
+    }
+    return usual | {kind: rate for kind, rate in listed.items() if kind in usual}
 
 
 def _hashed(keys: Keys) -> tuple[bool, ...]:
-    """Which layers choose experts by a table of tokens: those the checkpoint lists, or the first."""
+    """Return for each layer if its routing is by hash: those that the checkpoint lists, or the first."""
     if "mlp_layer_types" in keys:
         return tuple(kind == HASHED for kind in keys.layer_types(HASHED, SCORED, key="mlp_layer_types"))
-    first = keys.get("num_hash_layers", 3)
-    return tuple(i < first for i in range(keys["num_hidden_layers"]))
+    first = keys.get("num_hash_layers", LAYERS, 3)
+    return tuple(i < first for i in range(keys.layers))
 
 
 def _mixture(keys: Keys) -> MixtureConfig:
-    scoring, inner = keys.get("scoring_func", "sqrtsoftplus"), keys["moe_intermediate_size"]
-    routing = Routing(keys["num_experts_per_tok"], scoring, True, scale=keys.get("routed_scaling_factor", 1.0))
-    return MixtureConfig(keys["n_routed_experts"], inner, routing, inner)
+    count, chosen = keys.experts("n_routed_experts")
+    scoring, scale = keys.get("scoring_func", NAME, "sqrtsoftplus"), keys.get("routed_scaling_factor", FACTOR, 1.0)
+    return MixtureConfig(count, keys.expert_inner, Routing(chosen, scoring, True, scale=scale), keys.expert_inner)
 
 
 class Model(Decoder[Config]):
-    """Compressed attention, then experts, around a stream of several vectors."""
-
-    whole = "a token has several vectors between its layers, and some of them go by its number."
+    """Compressed attention, then experts, with hyper-connections."""
 
     def __init__(self, config: Config, weights: Weights):
         self.tokens = Tokens()
         super().__init__(config, weights)
         self.read = Readout(config.hyper, config.hidden, config.eps, weights, "model.hc_head")
+
+    @classmethod
+    def no_pipeline_parallel(cls, config: Config) -> str | None:
+        return "a token has several residual streams between layers, and some layers read token ids."
 
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         return Attention(self.config, weights, f"{name}.self_attn", index)
@@ -226,24 +257,24 @@ class Model(Decoder[Config]):
         around = (Connection(*sizes, weights, f"{name}.{part}_hc") for part in ("attn", "ffn"))
         return HyperLayer(**vars(made), around=(next(around), next(around)))
 
-    def embedded(self, ids: Tensor) -> Tensor:
-        """Begin the stream, all of its vectors alike: [T] -> [T, N, H]."""
+    def embed_tokens(self, ids: Tensor) -> Tensor:
+        """Start the residual streams, all with the same embedding: [T] -> [T, N, H]."""
         self.tokens.ids = ids
-        return super().embedded(ids).unsqueeze(1).repeat(1, self.config.hyper.count, 1)
+        return super().embed_tokens(ids).unsqueeze(1).repeat(1, self.config.hyper.count, 1)
 
-    def normed(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
-        """What comes out of the last layer, [T, N, H], as one vector after the last norm: [T, H]."""
+    def final_norm(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+        """Collapse and normalise the output of the last layer: [T, N, H] -> [T, H]."""
         return rms_norm(self.read(x), self.norm, self.config.eps)
 
 
 class Tokens:
-    """The tokens of the step that is being taken, [T]."""
+    """The token ids of the current step, [T]."""
 
     ids: Tensor
 
 
 class Compressor:
-    """What makes entries of windows.
+    """The compressor of several tokens' vectors into one entry.
 
     projections  of values and of gates
     """
@@ -253,26 +284,26 @@ class Compressor:
         self.projections = [weights.matrix(f"{name}.{part}_proj", wide, config.hidden) for part in ("kv", "gate")]
         bias = weights.vector(f"{name}.position_bias", config.rates[kind], wide)
         norm = weights.vector(f"{name}.kv_norm.weight", width)
-        self.learned = Learned(bias, norm, config.eps, rotation.frequencies.to(weights.device))
+        self.learned = CompressionWeights(bias, norm, config.eps, rotation.frequencies.to(weights.device))
 
 
 class Indexer:
-    """What chooses entries: keys are entries of its own."""
+    """The indexer of compressed entries: its keys are entries of its own."""
 
     def __init__(self, config: Config, weights: Weights, name: str, kind: str):
         index = config.index
-        self.heads, self.rotation = index.heads, config.turns.to(weights.device)
-        self.compressor = Compressor(config, weights, name, kind, index.width, config.turns)
+        self.heads, self.rotation = index.heads, config.index_rotation.to(weights.device)
+        self.compressor = Compressor(config, weights, name, kind, index.width, config.index_rotation)
         self.query = weights.matrix(f"{name}.q_b_proj", index.heads * index.width, config.widths.query)
         self.share = weights.matrix(f"{name}.scorer.weights_proj", index.heads, config.hidden)
 
-    def choose(self, batch: Batch, store: Any, q: Tensor, weights: Tensor) -> Chosen:
-        """Choose by queries [T, H * D] and heads' weights [T, H]; what scales all scores alike is left out."""
-        return store.choose(batch, self.rotation(q.unflatten(1, (self.heads, -1)), batch.positions), weights)
+    def choose(self, batch: Batch, store: Any, q: Tensor, weights: Tensor) -> TokenSelection:
+        """Select entries by queries [T, H * D] and head weights [T, H]; factors common to all scores are omitted."""
+        return store.select_tokens(batch, self.rotation(q.unflatten(1, (self.heads, -1)), batch.positions), weights)
 
 
-class Attention(Mixer):
-    """Attention to a window and to entries, of heads that share one vector for keys and values."""
+class Attention(PartMixer):
+    """Attention to a sliding window and compressed entries; all heads share one vector for key and value."""
 
     def __init__(self, config: Config, weights: Weights, name: str, index: int):
         widths, kind, hidden, heads = config.widths, config.kinds[index], config.hidden, config.heads
@@ -295,40 +326,44 @@ class Attention(Mixer):
         if kind == SPARSE:
             self.indexer = Indexer(config, weights, f"{name}.compressor.indexer", kind)
 
-    def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
-        """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
-        total, q, *asked = self.remember(stream, batch, store)
-        options = [self.indexer.choose(batch, store, *asked)] if self.indexer is not None and asked else []
+    def mix(self, inputs: LayerInput, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+        """Return the residual stream with its delta added, and the next delta, both [T, H]."""
+        total, q, *index_inputs = self.append(inputs, batch, store)
+        options = [self.indexer.choose(batch, store, *index_inputs)] if self.indexer is not None and index_inputs else []
         mixed = store.attend(batch, q, self.scale, self.sinks, *options)
         back = rope(mixed, -self.rotation.frequencies, batch.positions, self.rotation.mscale, True)
         parts = latent_output(back.view(len(q), self.groups, -1), self.out_a, 0)
         return total, linear(parts.flatten(1), self.out_b)
 
-    def remember(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, ...]:
-        """Store vectors and entries: gives the stream with all that was to be added to it, and the queries; then, where there
-        is something to choose, the indexer's queries and weights."""
+    def update_cache(self, inputs: LayerInput, batch: Batch, store: Any) -> None:
+        """Append KV vectors and compressed entries of new tokens to the cache."""
+        self.append(inputs, batch, store)
+
+    def append(self, inputs: LayerInput, batch: Batch, store: Any) -> tuple[Tensor, ...]:
+        """Append KV vectors and entries; return the residual stream with its delta added and the queries, then, where a
+        selection is due, the indexer's queries and weights."""
         indexer = self.indexer
-        asks = indexer is not None and not store.sees_all(batch)
+        selects = indexer is not None and not store.sees_all(batch)
         first, second = [self.query_a, self.kv], [self.query_b]
         inner = None if indexer is None else indexer.compressor
         makers = [each for each in (self.compressor, inner) if each is not None]
         first += [weight for maker in makers for weight in maker.projections]
-        if indexer is not None and asks:
+        if indexer is not None and selects:
             first, second = [*first, indexer.share], [*second, indexer.query]
-        total, (q, kv, *rest) = add_norm_linears(*stream, first, [None] * len(first))
-        _, (q, *asked) = add_norm_linears(q, None, self.query_norm, self.eps, second, [None] * len(second))
+        total, (q, kv, *rest) = add_norm_linears(*inputs, first, [None] * len(first))
+        _, (q, *index_inputs) = add_norm_linears(q, None, self.query_norm, self.eps, second, [None] * len(second))
         rotating = self.rotation.frequencies, batch.positions, self.norms, self.eps, self.rotation.mscale, True
         q, kv = norm_rope(q.unflatten(1, (self.heads, -1)), kv.unsqueeze(1), *rotating)
         store.append(batch, kv.squeeze(1))
-        for number, (maker, entries) in enumerate(zip(makers, store.made if makers else (), strict=True)):
+        for number, (maker, entries) in enumerate(zip(makers, store.entry_layers if makers else (), strict=True)):
             entries.append(batch, torch.cat(rest[2 * number : 2 * number + 2], 1), maker.learned)
-        return total, q, *asked, *rest[2 * len(makers) :]
+        return total, q, *index_inputs, *rest[2 * len(makers) :]
 
 
 class Mixture(FeedForward):
-    """Experts, and one that all tokens go to; it gives what they found and adds it to nothing.
+    """Routed experts and a shared expert; their sum is the next delta.
 
-    tokens  of a step, where experts are chosen by a table of them
+    tokens  of a step, for hash routing; None for routing by scores
     """
 
     def __init__(self, config: Config, weights: Weights, name: str, tokens: Tokens | None):
@@ -343,9 +378,9 @@ class Mixture(FeedForward):
         else:
             self.table = weights.indices(f"{name}.gate.tid2eid", config.vocab, mixture.routing.k, below=mixture.count)
 
-    def __call__(self, stream: Stream) -> Residual:
-        """Give the stream, and what comes next, both [T, H]."""
-        h, residual, (scores,) = add_norm_scores(*stream, (self.router,), (None,))
+    def __call__(self, inputs: LayerInput) -> Residual:
+        """Return the residual stream and the next delta, both [T, H]."""
+        h, residual, (scores,) = add_norm_scores(*inputs, (self.router,), (None,))
         found = self.experts(h, *self._chosen(scores))
         gate, up = linears(h, self.first)
         return residual, combine(found, linear(limited_swiglu(gate, up, self.limit), self.down))
@@ -357,7 +392,7 @@ class Mixture(FeedForward):
         return ids, weigh_experts(scores, ids, self.routing)
 
 
-# as published -> as transformers calls it
+# published names -> transformers' names
 NAMES = [
     (r"^(?=layers\.|norm\.|hc_head)", "model."),
     (r"^embed\.", "model.embed_tokens."),
@@ -385,7 +420,7 @@ NAMES = [
 
 
 def rename(name: str) -> str | None:
-    """Our name for a tensor; None for those of the layers that predict further tokens, too."""
+    """Return our name for a tensor; None for unused tensors and MTP heads."""
     found = text_name(name)
     if found is None or re.search(r"(^|\.)mtp\.", found):
         return None

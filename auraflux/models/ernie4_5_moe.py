@@ -1,33 +1,38 @@
-"""ERNIE 4.5 mixtures: neighbouring channels are rotated together, experts chosen by softmax scores and a bias."""
+"""ERNIE 4.5 mixtures: interleaved RoPE, and experts routed by softmax scores and a bias."""
 
 from typing import Any
 
 from auraflux.models import llama, qwen3_moe
 from auraflux.models.config import Keys
-from auraflux.models.decoder import FeedForward, text_name
+from auraflux.models.decoder import text_name
+from auraflux.models.layer import FeedForward
 from auraflux.models.mixture import MixtureConfig, biased_mixture
 from auraflux.models.rotation import rope_settings, rotation
 from auraflux.ops import Routing
+from auraflux.weights.fields import LAYERS, SHARED_EXPERTS
+from auraflux.weights.formats.untrusted import either, integer
 from auraflux.weights.loader import Weights
 
+LAST = either(integer(-1, -1), LAYERS)  # -1 for the last layer
 BIAS = "moe_statics.e_score_correction_bias"
 
 
 class Config(qwen3_moe.Config):
-    """The same as Qwen3's."""
+    """Qwen3's config."""
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "Config":
         keys, plain = Keys(config), llama.Config.from_hf(config)
-        keys.refuse("use_bias", False)
-        keys.refuse("moe_gate_act", "softmax")
-        inner, settings = keys["moe_intermediate_size"], rope_settings(keys)
-        routing = Routing(keys["moe_k"], "softmax", renormalize=True)
-        mixture = MixtureConfig(keys["moe_num_experts"], inner, routing, inner * keys.get("moe_num_shared_experts", 0) or None)
+        keys.only("use_bias", False)
+        keys.only("moe_gate_act", "softmax")
+        inner, settings = keys.expert_inner, rope_settings(keys)
+        count, chosen = keys.experts("moe_num_experts", "moe_k")
+        shared = inner * keys.get("moe_num_shared_experts", SHARED_EXPERTS, 0) or None
+        mixture = MixtureConfig(count, inner, Routing(chosen, "softmax", renormalize=True), shared)
         return cls(
             **vars(plain)
             | {"rotation": rotation(keys, plain.head_width, settings, interleaved=True)}
-            | {"tied": keys.get("tie_word_embeddings", True)},
+            | {"tied": keys.tied(True)},
             mixture=mixture,
             sparse=_sparse(keys),
             home="mlp",
@@ -35,14 +40,14 @@ class Config(qwen3_moe.Config):
 
 
 def _sparse(keys: Keys) -> frozenset[int]:
-    layers = keys["num_hidden_layers"]
-    first, last, step = (keys.get(f"moe_layer_{key}", None) for key in ("start_index", "end_index", "interval"))
-    last = layers - 1 if last in (None, -1) else last
-    return frozenset(i for i in range(layers) if (i + 1) % (step or 1) == 0 and (first or 0) <= i <= last)
+    layers, step = keys.layers, keys.get("moe_layer_interval", LAYERS, 1) or 1
+    first, last = keys.get("moe_layer_start_index", LAYERS, 0), keys.get("moe_layer_end_index", LAST, -1)
+    last = layers - 1 if last == -1 else last
+    return frozenset(i for i in range(layers) if (i + 1) % step == 0 and first <= i <= last)
 
 
 class Model(qwen3_moe.Model):
-    """Qwen3's, with another choice of experts."""
+    """Qwen3's model with biased routing."""
 
     def make_mixture(self, weights: Weights, name: str, mixture: MixtureConfig) -> FeedForward:
         # mlx-lm leaves the bias out

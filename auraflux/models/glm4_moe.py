@@ -1,24 +1,26 @@
-"""GLM 4 mixtures and MiniMax M2: grouped-query attention that turns a part of each head, DeepSeek V3's choice of experts."""
+"""GLM 4 mixtures and MiniMax M2: grouped-query attention with partial RoPE, and DeepSeek V3's routing."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from auraflux.models import deepseek_v3, llama, qwen3_moe
 from auraflux.models.config import Keys
-from auraflux.models.decoder import FeedForward
+from auraflux.models.layer import FeedForward
 from auraflux.models.mixture import MixtureConfig, biased_mixture
-from auraflux.models.mtp import Place, after_last
-from auraflux.models.rotation import rope_settings, rotation
+from auraflux.models.mtp import MTPNames, after_last
+from auraflux.models.rotation import rope_settings, rotated_share, rotation
 from auraflux.ops import Routing
+from auraflux.weights.fields import LAYERS
+from auraflux.weights.formats.untrusted import FLAG, integer
 from auraflux.weights.loader import Weights
 
 
 @dataclass(frozen=True, eq=False)
 class Config(qwen3_moe.Config):
-    """The same as Qwen3's.
+    """Qwen3's config.
 
-    bias   what checkpoints call the bias in the choice of experts, within a mixture
-    extra  layers after the last, which predict further tokens
+    bias   the name of the routing bias within a mixture
+    extra  MTP heads after the last layer
     """
 
     bias: str
@@ -27,29 +29,29 @@ class Config(qwen3_moe.Config):
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "Config":
         keys, plain = Keys(config), llama.Config.from_hf(config)
-        keys.refuse("scoring_func", "sigmoid")
+        keys.only("scoring_func", "sigmoid")
         its_rotation = rotation(keys, _rotated_channels(keys, plain.head_width), rope_settings(keys))
         return cls(**vars(plain) | (_minimax(keys) if keys.kind == "minimax_m2" else _glm(keys)) | {"rotation": its_rotation})
 
 
 def _glm(keys: Keys) -> dict[str, Any]:
     return {
-        "head_norms": llama.EACH if keys.get("use_qk_norm", False) else None,
+        "head_norms": llama.EACH if keys.get("use_qk_norm", FLAG, False) else None,
         "mixture": deepseek_v3.mixture(keys),
         "sparse": frozenset(index for index, sparse in enumerate(deepseek_v3.sparse_layers(keys)) if sparse),
         "home": "mlp",
         "bias": "gate.e_score_correction_bias",
-        "extra": keys.get("num_nextn_predict_layers", 0),
+        "extra": keys.get("num_nextn_predict_layers", LAYERS, 0),
     }
 
 
 def _minimax(keys: Keys) -> dict[str, Any]:
-    keys.refuse("shared_intermediate_size", 0)
-    keys.refuse("use_qk_norm", True)
-    routing = Routing(keys["num_experts_per_tok"], "sigmoid", renormalize=True)
+    keys.only("shared_intermediate_size", 0)
+    keys.only("use_qk_norm", True)
+    count, chosen = keys.experts("num_local_experts")
     return {
-        "mixture": MixtureConfig(keys["num_local_experts"], keys["intermediate_size"], routing),
-        "sparse": frozenset(range(keys["num_hidden_layers"])),
+        "mixture": MixtureConfig(count, keys.inner, Routing(chosen, "sigmoid", renormalize=True)),
+        "sparse": frozenset(range(keys.layers)),
         "home": "block_sparse_moe",
         "bias": "e_score_correction_bias",
         "extra": 0,
@@ -57,20 +59,20 @@ def _minimax(keys: Keys) -> dict[str, Any]:
 
 
 def _rotated_channels(keys: Keys, width: int) -> int:
-    """How many channels of a head are rotated."""
-    part = rope_settings(keys).get("partial_rotary_factor", keys.get("partial_rotary_factor", None))
+    """Return the number of channels of a head that RoPE rotates."""
+    part = rotated_share(keys, rope_settings(keys))
     if part is None:
-        return keys.get("rotary_dim", width) if keys.kind == "minimax_m2" else width // 2
+        return keys.get("rotary_dim", integer(0, 1 << 16), width) if keys.kind == "minimax_m2" else width // 2
     return int(width * part)
 
 
 class Model(qwen3_moe.Model):
-    """Qwen3's, with another choice of experts."""
+    """Qwen3's model with biased routing."""
 
     config: Config
 
     @classmethod
-    def mtp_place(cls, config: Config) -> Place | None:  # type: ignore[override]
+    def mtp_names(cls, config: Config) -> MTPNames | None:  # type: ignore[override]
         return after_last(config.layers, config.extra, config.layers - 1)
 
     def make_mixture(self, weights: Weights, name: str, mixture: MixtureConfig) -> FeedForward:

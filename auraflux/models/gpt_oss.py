@@ -1,4 +1,4 @@
-"""gpt-oss: experts with a clamped activation, attention with sinks, every other layer within a window, biases everywhere."""
+"""gpt-oss: experts with a clamped activation, attention sinks, a sliding window in every other layer, biases everywhere."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,11 +6,13 @@ from typing import Any
 from auraflux.cache import AttentionShape
 from auraflux.models.attention import Attention, Heads
 from auraflux.models.config import Keys
-from auraflux.models.decoder import Decoder, FeedForward, Mixer, text_name
+from auraflux.models.decoder import Decoder, text_name
+from auraflux.models.layer import FeedForward, Mixer
 from auraflux.models.mixture import Mixture
 from auraflux.models.rotation import Rotation, rope_settings, rotation
 from auraflux.ops import Clamp, Routing
-from auraflux.weights.experts import load_experts
+from auraflux.weights.experts.load_layer import load_experts
+from auraflux.weights.fields import FACTOR, HEAD
 from auraflux.weights.loader import Weights
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -18,7 +20,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True, eq=False)
 class Config:
-    """hidden, inner, vocab are widths, inner that of one expert; kinds says which layers have the window."""
+    """hidden, inner, vocab are widths, inner that of one expert; kinds names the attention of each layer."""
 
     hidden: int
     inner: int
@@ -40,32 +42,31 @@ class Config:
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "Config":
         keys = Keys(config)
-        keys.refuse("hidden_act", "silu")
-        heads, width = keys["num_attention_heads"], keys.get("head_dim", 64)
+        keys.only("hidden_act", "silu")
+        heads, width = keys.heads, keys.get("head_dim", HEAD, 64)
+        experts, chosen = keys.experts("num_local_experts")
         return cls(
-            hidden=keys["hidden_size"],
-            inner=keys["intermediate_size"],
-            vocab=keys["vocab_size"],
-            layers=keys["num_hidden_layers"],
+            hidden=keys.hidden,
+            inner=keys.inner,
+            vocab=keys.vocab(),
+            layers=keys.layers,
             heads=heads,
-            kv_heads=keys.get("num_key_value_heads", heads),
+            kv_heads=keys.kv_heads(heads),
             head_width=width,
             window=keys.window(),
             kinds=keys.layer_types(SLIDING, FULL),
-            experts=keys["num_local_experts"],
-            routing=Routing(keys["num_experts_per_tok"], "chosen", renormalize=False),
-            clamp=Clamp(keys.get("swiglu_alpha", 1.702), keys.get("swiglu_limit", 7.0)),
-            eps=keys["rms_norm_eps"],
-            tied=keys.get("tie_word_embeddings", False),
-            context=keys.get("max_position_embeddings", 131072),
+            experts=experts,
+            routing=Routing(chosen, "chosen", renormalize=False),
+            clamp=Clamp(keys.get("swiglu_alpha", FACTOR, 1.702), keys.get("swiglu_limit", FACTOR, 7.0)),
+            eps=keys.eps(),
+            tied=keys.tied(),
+            context=keys.context(131072),
             rotation=rotation(keys, width, rope_settings(keys)),
         )
 
 
 class Model(Decoder[Config]):
     """Attention with sinks, then experts with biases."""
-
-    beside = True
 
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         config = self.config

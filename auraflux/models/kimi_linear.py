@@ -1,7 +1,6 @@
-"""Kimi Linear: DeepSeek V3's mixtures, with a delta rule in place of most of its attention.
+"""Kimi Linear: DeepSeek V3's mixtures, with Kimi Delta Attention (KDA) in most layers.
 
-The rule is Gated DeltaNet's with a decay for every channel of a key. Every fourth layer or so attends to latents; no positions
-are turned anywhere.
+KDA is Gated DeltaNet with a decay per key channel. About every fourth layer has latent attention; no layer has RoPE.
 """
 
 import re
@@ -15,29 +14,32 @@ from auraflux.cache import Batch, ChannelDeltaShape, LatentShape
 from auraflux.errors import FormatError
 from auraflux.models import deepseek_v3
 from auraflux.models.config import Keys
-from auraflux.models.decoder import Mixer, Stream
-from auraflux.models.mtp import Place, after_last
+from auraflux.models.layer import LayerInput, Mixer, PartMixer
+from auraflux.models.mtp import MTPNames, after_last
 from auraflux.models.qwen3_5_moe import ATTENTION, DELTA, TAPS, UNIT_EPS, taps_of
 from auraflux.models.qwen3_moe import PARTS
 from auraflux.models.rotation import Rotation
 from auraflux.ops import add_norm_linears, channel_gates, linear, qk_norm, rms_norm, sigmoid_gate
+from auraflux.weights import fields
+from auraflux.weights.fields import COUNT, HEAD, LAYERS, MOST_LAYERS, Fields
+from auraflux.weights.formats.untrusted import list_of
 from auraflux.weights.loader import Weights
 
-# DeepSeek's words for what this family says otherwise
-WORDS = {
-    "num_experts": "n_routed_experts",
-    "num_experts_per_token": "num_experts_per_tok",
-    "num_shared_experts": "n_shared_experts",
-    "num_expert_group": "n_group",
-    "moe_renormalize": "norm_topk_prob",
-    "moe_router_activation_func": "scoring_func",
-    "model_max_length": "max_position_embeddings",
+# DeepSeek's keys -> this family's
+ALIASES = {
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+    "n_group": "num_expert_group",
+    "norm_topk_prob": "moe_renormalize",
+    "scoring_func": "moe_router_activation_func",
+    "max_position_embeddings": "model_max_length",
 }
 
 
 @dataclass(frozen=True, eq=False)
 class Config(deepseek_v3.Config):
-    """DeepSeek V3's; layers are of two `kinds`, and delta heads have keys and values of one width."""
+    """DeepSeek V3's config; layers are of two `kinds`, and KDA heads have keys and values of one width."""
 
     kinds: tuple[str, ...]
     delta_heads: int
@@ -45,28 +47,30 @@ class Config(deepseek_v3.Config):
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "Config":
-        keys, known = Keys(config), {**config}
-        keys.refuse("mla_use_nope", True)
-        for ours, theirs in WORDS.items():
-            if ours in keys:
-                known[theirs] = keys[ours]
-        known.setdefault("first_k_dense_replace", 1)
-        base, inner = deepseek_v3.Config.from_hf(known), Keys({"model_type": keys.kind, **keys.get("linear_attn_config", {})})
-        if (found := inner.get("short_conv_kernel_size", keys.get("linear_conv_kernel_dim", TAPS))) != TAPS:
-            raise FormatError(f"config.json has a convolution over {found} tokens; only {TAPS} are supported.")
-        heads = inner.get("num_heads", keys.get("linear_num_heads", 32))
-        width = inner.get("head_dim", keys.get("linear_head_dim", 128))
+        keys = Keys(config, ALIASES)
+        keys.only("mla_use_nope", True)
+        first = keys.get("first_k_dense_replace", LAYERS, 1)
+        base, inner = (
+            deepseek_v3.read_config(keys.changed({"first_k_dense_replace": first})),
+            keys.section("linear_attn_config"),
+        )
+        taps = inner.get("short_conv_kernel_size", fields.TAPS, keys.get("linear_conv_kernel_dim", fields.TAPS, TAPS))
+        if taps != TAPS:
+            raise FormatError(f"config.json has a convolution over {taps} tokens; only {TAPS} are supported.")
+        heads = inner.get("num_heads", COUNT, keys.get("linear_num_heads", COUNT, 32))
+        width = inner.get("head_dim", HEAD, keys.get("linear_head_dim", HEAD, 128))
         # a rotation by nothing
         still = Rotation(torch.zeros(base.widths.rope // 2))
         return cls(**vars(replace(base, rotation=still)), kinds=_kinds(keys, inner), delta_heads=heads, delta_width=width)
 
 
-def _kinds(keys: Keys, inner: Keys) -> tuple[str, ...]:
+def _kinds(keys: Keys, inner: Fields) -> tuple[str, ...]:
     """The kind of each layer; published files list the numbers of those that attend, the first being 1."""
     if "layer_types" in keys:
         return keys.layer_types(DELTA, ATTENTION)
-    listed, layers = {*inner["full_attn_layers"]}, range(1, keys["num_hidden_layers"] + 1)
-    if listed | {*inner["kda_layers"]} != {*layers} or listed & {*inner["kda_layers"]}:
+    listed, others = ({*inner.read(key, list_of(LAYERS, MOST_LAYERS))} for key in ("full_attn_layers", "kda_layers"))
+    layers = range(1, keys.layers + 1)
+    if listed | others != {*layers} or listed & others:
         raise FormatError(
             f"config.json lists layers of linear_attn_config that are not those of num_hidden_layers {len(layers)}."
         )
@@ -74,12 +78,12 @@ def _kinds(keys: Keys, inner: Keys) -> tuple[str, ...]:
 
 
 class Model(deepseek_v3.Model):
-    """DeepSeek V3's, with a delta rule in place of most attention."""
+    """DeepSeek V3's model with KDA in most layers."""
 
     config: Config
 
     @classmethod
-    def mtp_place(cls, config: Config) -> Place | None:  # type: ignore[override]
+    def mtp_names(cls, config: Config) -> MTPNames | None:  # type: ignore[override]
         attends = [index for index, kind in enumerate(config.kinds) if kind == ATTENTION]
         return after_last(config.layers, config.extra, attends[-1]) if attends else None
 
@@ -89,8 +93,8 @@ class Model(deepseek_v3.Model):
         return Delta(weights, f"{name}.self_attn", self.config)
 
 
-class Delta(Mixer):
-    """Short convolutions of queries, keys and values, then a memory that is corrected at every token."""
+class Delta(PartMixer):
+    """KDA: short convolutions of queries, keys and values, then a recurrent state with a delta rule."""
 
     def __init__(self, weights: Weights, name: str, config: Config):
         self.heads, self.width, self.eps = config.delta_heads, config.delta_width, config.eps
@@ -104,9 +108,9 @@ class Delta(Mixer):
         self.norm = weights.vector(f"{name}.o_norm.weight", self.width)
         self.out = weights.matrix(f"{name}.o_proj", config.hidden, wide)
 
-    def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
-        """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
-        total, (*qkv, f, g, b) = add_norm_linears(*stream, self.projections)
+    def mix(self, inputs: LayerInput, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+        """Return the residual stream with its delta added, and the next delta, both [T, H]."""
+        total, (*qkv, f, g, b) = add_norm_linears(*inputs, self.projections)
         shape = len(b), self.heads, self.width
         q, k, v = (part.view(shape) for part in store.convolve_each(batch, qkv, self.taps))
         q, k = qk_norm(q, k, UNIT_EPS)
@@ -115,23 +119,21 @@ class Delta(Mixer):
         out = sigmoid_gate(out, linear(g, self.gate).view(shape))
         return total, linear(out.flatten(1), self.out)
 
-    remember = __call__  # a memory is what its result is made of
-
 
 def _rates(weights: Weights, name: str, heads: int) -> Tensor:
-    """Logarithms [H], which published files have as [1, 1, H, 1]."""
+    """Load A_log as [H]; published files have [1, 1, H, 1]."""
     shape = weights.shape(name) if weights.has(name) else (heads,)
     wide = (1, 1, heads, 1) if len(shape) == 4 else (heads,)
     return weights.vector(name, *wide).view(-1)
 
 
 def rename(name: str) -> str | None:
-    kept = deepseek_v3.rename(name)
-    if kept is None:
+    found = deepseek_v3.rename(name)
+    if found is None:
         return None
-    kept = kept.replace(".block_sparse_moe.", ".mlp.").replace(".mlp.e_score", ".mlp.gate.e_score")
-    kept = re.sub(r"\.([qkv])_conv\.conv\.", r".\1_conv1d.", kept)
-    return re.sub(r"\.experts\.(\d+)\.(w[123])\.", lambda found: f".experts.{found[1]}.{PARTS[found[2]]}.", kept)
+    found = found.replace(".block_sparse_moe.", ".mlp.").replace(".mlp.e_score", ".mlp.gate.e_score")
+    found = re.sub(r"\.([qkv])_conv\.conv\.", r".\1_conv1d.", found)
+    return re.sub(r"\.experts\.(\d+)\.(w[123])\.", lambda match: f".experts.{match[1]}.{PARTS[match[2]]}.", found)
 
 
 def make_caches(config: Config) -> list[LatentShape | ChannelDeltaShape]:

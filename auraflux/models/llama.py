@@ -6,23 +6,27 @@ from typing import Any
 from auraflux.cache import AttentionShape
 from auraflux.models.attention import Attention, Heads
 from auraflux.models.config import Keys
-from auraflux.models.decoder import Decoder, FeedForward, Mixer, text_name
+from auraflux.models.decoder import Decoder, text_name
+from auraflux.models.layer import FeedForward, Mixer
 from auraflux.models.mlp import MLP
 from auraflux.models.rotation import Growth, Rotation, growth, rope_settings, rotation
+from auraflux.weights.fields import HEAD
+from auraflux.weights.formats.untrusted import FLAG, integer
 from auraflux.weights.loader import Weights
 
 EACH, ALL = "each", "all"
 NORMS = {"qwen3": EACH, "qwen3_moe": EACH, "olmoe": ALL, "minimax_m2": ALL}
-# their sliding_window holds without use_sliding_window
+# sliding_window applies without use_sliding_window
 SLIDING = "mistral", "ministral3", "mixtral"
 
 
 @dataclass(frozen=True, eq=False)
 class Config:
-    """hidden, inner, vocab are widths; heads of queries, kv_heads of keys; context is what the model was trained on.
+    """hidden, inner, vocab are widths; heads of queries, kv_heads of keys; context is the trained context length.
 
-    windows     of each layer, None for those that see everything
-    head_norms  whether there are norms over EACH head's query and key, or one over those of ALL heads
+    windows     the sliding window of each layer; None for full attention
+    head_norms  QK norms over EACH head or over ALL heads at once; None for no QK norms
+    growth      scales queries by their positions
     """
 
     hidden: int
@@ -43,43 +47,44 @@ class Config:
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "Config":
         keys = Keys(config)
-        keys.refuse("hidden_act", "silu")
-        heads, hidden = keys["num_attention_heads"], keys["hidden_size"]
-        width, settings = keys.get("head_dim", hidden // heads), rope_settings(keys)
+        keys.only("hidden_act", "silu")
+        heads, hidden = keys.heads, keys.hidden
+        width, settings = keys.get("head_dim", HEAD, hidden // heads), rope_settings(keys)
         return cls(
             hidden=hidden,
-            inner=keys["intermediate_size"],
-            vocab=keys["vocab_size"],
-            layers=keys["num_hidden_layers"],
+            inner=keys.inner,
+            vocab=keys.vocab(),
+            layers=keys.layers,
             heads=heads,
-            kv_heads=keys.get("num_key_value_heads", heads),
+            kv_heads=keys.kv_heads(heads),
             head_width=width,
             windows=_windows(keys),
-            eps=keys["rms_norm_eps"],
-            tied=keys.get("tie_word_embeddings", False),
-            head_norms=NORMS.get(keys.kind),
-            context=keys.get("max_position_embeddings", 2048),
+            eps=keys.eps(),
+            tied=keys.tied(),
+            head_norms=NORMS.get(keys.kind or ""),
+            context=keys.context(2048),
             rotation=rotation(keys, width, settings),
             growth=growth(settings),
         )
 
 
 def _windows(keys: Keys) -> tuple[int | None, ...]:
-    layers, window = range(keys["num_hidden_layers"]), keys.get("sliding_window", 0) or None
+    layers, window = range(keys.layers), keys.sliding_window()
     if keys.kind in SLIDING:
         return (window,) * len(layers)
     # of Qwen the first layers see everything
-    first = keys.get("max_window_layers", 28) if keys.get("use_sliding_window", False) else len(layers)
+    first = keys.get("max_window_layers", integer(0, 1 << 16), 28)
+    first = first if keys.get("use_sliding_window", FLAG, False) else len(layers)
     return tuple(window if index >= first else None for index in layers)
 
 
 class Model(Decoder[Config]):
     """Attention and an MLP in every layer."""
 
-    again = beside = True
+    idempotent_append = True
 
     @classmethod
-    def unsliced(cls, config: Config) -> str | None:
+    def no_tensor_parallel(cls, config: Config) -> str | None:
         return "its norms of queries and keys are over all heads at once." if config.head_norms == ALL else None
 
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:

@@ -1,25 +1,25 @@
-"""A mixture of experts, whatever its family chooses them by."""
+"""A mixture of experts (MoE) with any family's routing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from auraflux.models.decoder import FeedForward, Given, Residual, Stream
+from auraflux.models.layer import FeedForward, LayerInput, PreparedInput, Residual
 from auraflux.models.mlp import MLP, SquareMLP
 from auraflux.ops import Activation, ReluSquare, Routing, SharedExpert, combine, linear, rms_norm, route
 from auraflux.ops.moe.reference import shared_result
-from auraflux.weights.experts import load_experts
+from auraflux.weights.experts.load_layer import load_experts
+from auraflux.weights.experts.resident import ExpertPredictor, LayerExperts, MixtureInput
+from auraflux.weights.formats.stored import Stored
 from auraflux.weights.loader import Weights
-from auraflux.weights.stored import Stored
-from auraflux.weights.streamed import Guess, LayerExperts, Mix
 
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """count experts of width `inner`, and one of width `shared` that all tokens go to, or None.
+    """count experts of width `inner`, and a shared expert of width `shared` or None.
 
-    latent  how wide the vectors are that experts take and give, where that is not the stream's width
+    latent  the width of the experts' inputs and outputs; None for the hidden width
     """
 
     count: int
@@ -31,11 +31,11 @@ class MixtureConfig:
 
 @dataclass(frozen=True, eq=False)
 class Mixture(FeedForward):
-    """Experts of which each token goes to a few, and an MLP that all tokens go to where there is one.
+    """Routed experts, and a shared expert or None.
 
     router       [E, H]  scores the experts; router_bias [E] or None
     choice_bias  [E]     or None, see `route`
-    shared_gate  [1, H]  weighs the shared MLP, token by token; None adds it as it is
+    shared_gate  [1, H]  gates the shared expert per token; None for weight 1
     """
 
     routing: Routing
@@ -46,39 +46,42 @@ class Mixture(FeedForward):
     shared: SharedExpert | None = None
     shared_gate: Stored | None = None
 
-    def __call__(self, stream: Stream | Given) -> Residual:
-        """Give the stream with all that is added to it, [T, H]."""
+    def __call__(self, inputs: LayerInput | PreparedInput) -> Residual:
+        """Return the residual stream with the output added, [T, H], and no delta."""
         weights = (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
         biases = (self.router_bias, None)[: len(weights)]
-        h, residual, products = stream.scores(weights, biases)
+        h, residual, products = inputs.scores(weights, biases)
         gate = None if self.shared_gate is None else products[1].view(-1)
-        return self.experts.mix(Mix(h, products[0], self.routing, self.choice_bias, residual, self.shared, gate)), None
+        return self.experts.forward(
+            MixtureInput(h, products[0], self.routing, self.choice_bias, residual, self.shared, gate)
+        ), None
 
-    def announce(self, following: Guess | None, norm: Tensor, eps: float) -> Guess:
-        """Hear how to guess the experts of the next mixture; give how to guess those of this one."""
-        self.experts.announce(following)
+    def link_prefetch(self, following: ExpertPredictor | None, norm: Tensor, eps: float) -> ExpertPredictor:
+        """Take the predictor of the next mixture's experts; return that of this mixture's."""
+        self.experts.prefetch_with(following)
         return lambda residual: self.choose(rms_norm(residual, norm, eps))
 
     def choose(self, x: Tensor) -> Tensor:
-        """The experts that x [T, H] goes to: [T, k]."""
+        """Return the expert ids of x [T, H]: [T, k]."""
         return route(linear(x, self.router, self.router_bias), self.routing, self.choice_bias)[0]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LatentMixture(Mixture):
-    """A mixture whose experts take a narrower vector than the stream has, and give one.
+    """A mixture whose experts work in a narrower latent space.
 
-    narrow  [L, H], wide  [H, L]
-    join    adds up what ranks have of the shared expert
+    narrow  [L, H]  into the latent space
+    wide    [H, L]  out of it
+    join    sums the shared expert over ranks
     """
 
     narrow: Stored
     wide: Stored
     join: Callable[[Tensor], Tensor]
 
-    def __call__(self, stream: Stream | Given) -> Residual:
-        """Give the stream with all that is added to it, [T, H]."""
-        h, residual, (scores,) = stream.scores((self.router,), (self.router_bias,))
+    def __call__(self, inputs: LayerInput | PreparedInput) -> Residual:
+        """Return the residual stream with the output added, [T, H], and no delta."""
+        h, residual, (scores,) = inputs.scores((self.router,), (self.router_bias,))
         ids, weights = route(scores, self.routing, self.choice_bias)
         found = linear(self.experts(linear(h, self.narrow), ids, weights), self.wide)
         shared = shared_result(h, self.shared)
@@ -88,9 +91,9 @@ class LatentMixture(Mixture):
 def biased_mixture(
     weights: Weights, name: str, hidden: int, config: MixtureConfig, bias: str | None, activation: Activation | None = None
 ) -> Mixture:
-    """The mixture of DeepSeek V3 and of those who took it over: a bias in the choice, a shared expert that is added as it is.
+    """Make the mixture of DeepSeek V3 and its relatives: a routing bias, and a shared expert without a gate.
 
-    bias  its name within the mixture; None where there is none
+    bias  its name within the mixture; None for no bias
     """
     kind = SquareMLP if isinstance(activation, ReluSquare) else MLP
     shared = None if config.shared is None else kind(weights, f"{name}.shared_experts", hidden, config.shared).as_expert()
@@ -106,10 +109,10 @@ def biased_mixture(
         return made
     narrow = weights.matrix(f"{name}.fc1_latent_proj", width, hidden)
     wide = weights.matrix(f"{name}.fc2_latent_proj", hidden, width)
-    return LatentMixture(**vars(made), narrow=narrow, wide=wide, join=weights.slices.join)
+    return LatentMixture(**vars(made), narrow=narrow, wide=wide, join=weights.slices.all_reduce)
 
 
 def _flat(weights: Weights, name: str, count: int) -> Tensor:
-    """A bias [E], which ERNIE has as [1, E]."""
+    """Load a bias [E]; ERNIE has [1, E]."""
     row = weights.has(name) and len(weights.shape(name)) == 2
     return weights.vector(name, 1, count).view(-1) if row else weights.vector(name, count)

@@ -1,6 +1,6 @@
-"""The gated MLP that most families have, and one without a gate."""
+"""The gated MLP of most families, and MLPs without a gate."""
 
-from auraflux.models.decoder import FeedForward, Residual, Stream
+from auraflux.models.layer import FeedForward, LayerInput, Residual
 from auraflux.ops import SharedExpert, add_norm_gate_up, add_norm_linears, combine, linear, relu_square
 from auraflux.weights.loader import Weights
 
@@ -9,49 +9,49 @@ class MLP(FeedForward):
     """down(silu(gate x) * up x)."""
 
     def __init__(self, weights: Weights, name: str, hidden: int, inner: int):
-        mine, self.join = weights.columns(f"{name}.down_proj", hidden, inner), weights.slices.join
-        self.gate = weights.some_rows(f"{name}.gate_proj", inner, hidden, mine)
-        self.up = weights.some_rows(f"{name}.up_proj", inner, hidden, mine)
-        self.down = weights.some_columns(f"{name}.down_proj", hidden, inner, mine)
+        mine, self.join = weights.shard_columns(f"{name}.down_proj", hidden, inner), weights.slices.all_reduce
+        self.gate = weights.row_shard(f"{name}.gate_proj", inner, hidden, mine)
+        self.up = weights.row_shard(f"{name}.up_proj", inner, hidden, mine)
+        self.down = weights.column_shard(f"{name}.down_proj", hidden, inner, mine)
 
     def as_expert(self) -> SharedExpert:
-        """The weights, for a mixture to add it to its experts; where ranks have some columns each, before these are joined."""
+        """Return the weights as a shared expert; with tensor parallelism, the mixture sums it over ranks."""
         return SharedExpert(self.gate, self.up, self.down)
 
-    def __call__(self, stream: Stream) -> Residual:
-        """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
-        total, inner = add_norm_gate_up(*stream, self.gate, self.up)
+    def __call__(self, inputs: LayerInput) -> Residual:
+        """Return the residual stream with its delta added, and the next delta, both [T, H]."""
+        total, inner = add_norm_gate_up(*inputs, self.gate, self.up)
         return total, self.join(linear(inner, self.down))
 
 
 class AddedMLP(MLP):
-    """An MLP among mixtures: as they do, it adds what it gives to the stream itself."""
+    """An MLP among mixtures: like them, it adds its output to the residual stream itself."""
 
-    def __call__(self, stream: Stream) -> Residual:
-        """Give the stream with all that is added to it, [T, H]."""
-        return combine(*super().__call__(stream)), None
+    def __call__(self, inputs: LayerInput) -> Residual:
+        """Return the residual stream with the output added, [T, H], and no delta."""
+        return combine(*super().__call__(inputs)), None
 
 
 class SquareMLP(FeedForward):
     """down(relu(up x) ** 2)."""
 
     def __init__(self, weights: Weights, name: str, hidden: int, inner: int):
-        mine, self.join = weights.columns(f"{name}.down_proj", hidden, inner), weights.slices.join
-        self.up = weights.some_rows(f"{name}.up_proj", inner, hidden, mine)
-        self.down = weights.some_columns(f"{name}.down_proj", hidden, inner, mine)
+        mine, self.join = weights.shard_columns(f"{name}.down_proj", hidden, inner), weights.slices.all_reduce
+        self.up = weights.row_shard(f"{name}.up_proj", inner, hidden, mine)
+        self.down = weights.column_shard(f"{name}.down_proj", hidden, inner, mine)
 
     def as_expert(self) -> SharedExpert:
-        """The weights, for a mixture to add it to its experts, see `MLP`."""
+        """Return the weights as a shared expert, see `MLP`."""
         return SharedExpert(None, self.up, self.down)
 
-    def __call__(self, stream: Stream) -> Residual:
-        """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
-        total, (inner,) = add_norm_linears(*stream, [self.up])
+    def __call__(self, inputs: LayerInput) -> Residual:
+        """Return the residual stream with its delta added, and the next delta, both [T, H]."""
+        total, (inner,) = add_norm_linears(*inputs, [self.up])
         return total, self.join(linear(relu_square(inner), self.down))
 
 
 class NoMLP(FeedForward):
-    """What a mixer gives goes on to the next layer as it is."""
+    """A layer without an MLP: the mixer's delta stays pending."""
 
-    def __call__(self, stream: Stream) -> Residual:
-        return stream.x, stream.delta
+    def __call__(self, inputs: LayerInput) -> Residual:
+        return inputs.x, inputs.delta

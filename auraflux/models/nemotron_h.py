@@ -1,7 +1,7 @@
-"""Nemotron-H and Nemotron 3: blocks of Mamba-2, of attention without positions, and of MLPs or mixtures without gates.
+"""Nemotron-H and Nemotron 3: blocks of Mamba-2, of attention without RoPE, and of MLPs or mixtures without gates.
 
-A block has one norm and one part. Here a layer is a block of Mamba or attention and the MLP or mixture that follows it, if one
-does; tensors keep the numbers of their blocks.
+A block has one norm and one mixer or MLP. A layer here is a Mamba or attention block and the MLP or mixture block that may
+follow it; tensors keep the numbers of their blocks.
 """
 
 import math
@@ -17,24 +17,25 @@ from auraflux.errors import FormatError
 from auraflux.models import decoder
 from auraflux.models.attention import Attention, Heads
 from auraflux.models.config import Keys
-from auraflux.models.decoder import FeedForward, Layer, Mixer, Stream
 from auraflux.models.deepseek_v3 import mixture
+from auraflux.models.layer import FeedForward, Layer, LayerInput, Mixer, PartMixer
 from auraflux.models.mixture import MixtureConfig, biased_mixture
 from auraflux.models.mlp import NoMLP, SquareMLP
 from auraflux.models.qwen3_5_moe import TAPS, taps_of
 from auraflux.models.rotation import Rotation
 from auraflux.ops import ReluSquare, add_norm_linears, group_rms_norm, linear, scan_gates
-from auraflux.weights.boundary import listed, shown
+from auraflux.weights.fields import COUNT, EPS, HEAD, LAYER_COUNT, MOST_LAYERS, NAMES, WIDTH
+from auraflux.weights.formats.untrusted import OBJECT, either, list_of, listed, number, shown, string
 from auraflux.weights.loader import Weights
 
 SCAN, ATTENTION, MIXTURE, DENSE = "linear_attention", "full_attention", "moe", "mlp"
-# how a config may name blocks
+# block names in configs
 KINDS = {"M": SCAN, "*": ATTENTION, "E": MIXTURE, "-": DENSE, "mamba": SCAN, "attention": ATTENTION}
 KINDS |= {kind: kind for kind in (SCAN, ATTENTION, MIXTURE, DENSE)}
 UNLIMITED = 1e9  # of a step's size
-PLAIN = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "conv_kernel": TAPS}
+PLAIN: dict[str, bool | int | str] = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "conv_kernel": TAPS}
 UNBIASED = ("use_bias", "mlp_bias", "attention_bias", "mamba_proj_bias")
-# parts of a block, by where families have such parts
+# tensors of a block, by the module that other families have them in
 HOMES = {
     "self_attn": r"[qkvo]_proj",
     "linear_attn": r"A_log|D|dt_bias|conv1d|in_proj|out_proj|norm",
@@ -43,7 +44,7 @@ HOMES = {
 
 
 class Blocks(NamedTuple):
-    """The blocks of a layer: kind and number of the first, and of the second if there is one."""
+    """The blocks of a layer: kind and number of the first, and of the second or None."""
 
     mixer: str
     number: int
@@ -52,7 +53,7 @@ class Blocks(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """Mamba-2's heads of values, and groups of heads that share keys and queries."""
+    """The sizes of Mamba-2: value heads, and groups of heads that share B and C."""
 
     heads: int
     width: int
@@ -65,13 +66,13 @@ class Scan(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Channels of values, keys and queries, which are convolved."""
+        """Return the convolved channels: x, B and C."""
         return self.wide + 2 * self.groups * self.state
 
 
 @dataclass(frozen=True, eq=False)
 class Config:
-    """blocks  of each layer; inner  of MLPs."""
+    """hidden, inner, vocab are widths, inner that of MLPs; blocks has those of each layer."""
 
     hidden: int
     inner: int
@@ -92,34 +93,35 @@ class Config:
     def from_hf(cls, config: dict[str, Any]) -> "Config":
         keys = Keys(config)
         for key, accepted in {**PLAIN, **dict.fromkeys(UNBIASED, False)}.items():
-            keys.refuse(key, accepted)
+            keys.only(key, accepted)
         _check_limit(keys)
-        hidden, heads = keys["hidden_size"], keys["num_attention_heads"]
-        width = keys.get("head_dim", keys.get("attention_head_dim", hidden // heads))
+        hidden, heads = keys.hidden, keys.heads
+        width = keys.get("head_dim", HEAD, keys.get("attention_head_dim", HEAD, hidden // heads))
         blocks = _layers(keys)
         return cls(
             hidden=hidden,
-            inner=keys.get("intermediate_size", hidden),
-            vocab=keys["vocab_size"],
+            inner=keys.get("intermediate_size", WIDTH, hidden),
+            vocab=keys.vocab(),
             blocks=blocks,
-            heads=Heads(heads, keys.get("num_key_value_heads", heads), width),
+            heads=Heads(heads, keys.kv_heads(heads), width),
             scan=_scan(keys),
             mixture=_mixture(keys) if any(each.mlp == MIXTURE for each in blocks) else None,
-            eps=keys["layer_norm_epsilon"],
-            tied=keys.get("tie_word_embeddings", False),
-            context=keys.get("max_position_embeddings", 4096),
+            eps=keys.read("layer_norm_epsilon", EPS),
+            tied=keys.tied(),
+            context=keys.context(4096),
         )
 
 
 def _check_limit(keys: Keys) -> None:
-    """Refuse steps of limited size; transformers writes what is infinite as an object."""
-    limit = [*keys.get("time_step_limit", (0.0, math.inf))]
+    """Refuse a limited time step; transformers writes infinity as an object."""
+    limit = keys.get("time_step_limit", list_of(either(number(0, math.inf), OBJECT), 2), [0.0, math.inf])
     if len(limit) != 2 or limit[0] != 0 or (isinstance(limit[1], int | float) and limit[1] < UNLIMITED):
         raise FormatError(f"config.json has time_step_limit {shown(limit)}; only steps without limits are supported.")
 
 
 def _scan(keys: Keys) -> Scan:
-    found = Scan(keys["mamba_num_heads"], keys["mamba_head_dim"], keys["n_groups"], keys["ssm_state_size"])
+    heads, width = keys.read("mamba_num_heads", COUNT), keys.read("mamba_head_dim", HEAD)
+    found = Scan(heads, width, keys.read("n_groups", COUNT), keys.read("ssm_state_size", HEAD))
     if found.heads % found.groups:
         raise FormatError(f"config.json has {found.heads} mamba_num_heads, which {found.groups} n_groups cannot share.")
     return found
@@ -127,40 +129,42 @@ def _scan(keys: Keys) -> Scan:
 
 def _mixture(keys: Keys) -> MixtureConfig:
     found = mixture(keys)
-    shared, latent = keys["moe_shared_expert_intermediate_size"], keys.get("moe_latent_size", None)
+    shared, latent = keys.read("moe_shared_expert_intermediate_size", WIDTH), keys.get("moe_latent_size", WIDTH, None)
     return MixtureConfig(found.count, found.inner, found.routing, shared, latent)
 
 
 def _layers(keys: Keys) -> tuple[Blocks, ...]:
     """Blocks in pairs, from the checkpoint's own list or its pattern of letters."""
-    named = keys.get("layers_block_type", None) or keys["hybrid_override_pattern"]
+    named: list[str] | str | None = keys.get("layers_block_type", NAMES, None)
+    named = named or keys.read("hybrid_override_pattern", string(MOST_LAYERS))
     strange = sorted({each for each in named if each not in KINDS})
     if strange:
         raise FormatError(f"config.json has blocks {listed(strange)}; {', '.join(KINDS)} are supported.")
-    if len(named) != keys.get("num_hidden_layers", len(named)):
-        raise FormatError(f"config.json lists {len(named)} blocks for num_hidden_layers {keys['num_hidden_layers']}.")
+    if len(named) != keys.get("num_hidden_layers", LAYER_COUNT, len(named)):
+        raise FormatError(f"config.json lists {len(named)} blocks for num_hidden_layers {keys.layers}.")
     made: list[Blocks] = []
-    for number, kind in enumerate(KINDS[each] for each in named):
+    for index, kind in enumerate(KINDS[each] for each in named):
         if kind in (SCAN, ATTENTION):
-            made.append(Blocks(kind, number))
+            made.append(Blocks(kind, index))
         elif made and made[-1].mlp is None:
-            made[-1] = made[-1]._replace(mlp=kind, second=number)
+            made[-1] = made[-1]._replace(mlp=kind, second=index)
         else:
-            raise FormatError(f"block {number} in config.json is {kind} and follows no block of Mamba or attention.")
+            raise FormatError(f"block {index} in config.json is {kind} and follows no block of Mamba or attention.")
     return tuple(made)
 
 
 class Model(decoder.Decoder[Config]):
-    """One norm before each block, nothing rotated."""
+    """One norm before each block, and no RoPE."""
 
-    beside = True
-    whole = "its layers are pairs of blocks, which have numbers of their own."
+    @classmethod
+    def no_pipeline_parallel(cls, config: Config) -> str | None:
+        return "its layers are pairs of blocks, and tensors are named after blocks."
 
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         config = self.config
         if config.blocks[index].mixer == SCAN:
             return Mamba(weights, f"{name}.linear_attn", config)
-        # a rotation by nothing
+        # the identity rotation
         still = Rotation(torch.zeros(config.heads.width // 2, device=weights.device))
         return Attention(weights, f"{name}.self_attn", config.hidden, config.heads, still)
 
@@ -183,8 +187,8 @@ class Model(decoder.Decoder[Config]):
         )
 
 
-class Mamba(Mixer):
-    """A short convolution of values, keys and queries, then a memory that fades and is written to at every token."""
+class Mamba(PartMixer):
+    """Mamba-2: a short convolution of x, B and C, then a selective scan over a recurrent state."""
 
     def __init__(self, weights: Weights, name: str, config: Config):
         scan, self.eps = config.scan, config.eps
@@ -198,17 +202,15 @@ class Mamba(Mixer):
         self.norm = weights.vector(f"{name}.norm.weight", scan.wide).view(scan.groups, -1)
         self.out = weights.matrix(f"{name}.out_proj", config.hidden, scan.wide)
 
-    def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
-        """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
-        total, (gate, xbc, dt) = add_norm_linears(*stream, self.projections)
+    def mix(self, inputs: LayerInput, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+        """Return the residual stream with its delta added, and the next delta, both [T, H]."""
+        total, (gate, xbc, dt) = add_norm_linears(*inputs, self.projections)
         decay, step = scan_gates(dt, self.a_log, self.dt_bias)
         xbc = store.convolve(batch, xbc, self.taps, self.taps_bias)
         shape = len(dt), *self.norm.shape
         out = store.scan(batch, xbc, decay, step, self.skip).view(shape)
         out = group_rms_norm(out, gate.view(shape), self.norm, self.eps)
         return total, linear(out.flatten(1), self.out)
-
-    remember = __call__  # a memory is what its result is made of
 
 
 def rename(name: str) -> str | None:

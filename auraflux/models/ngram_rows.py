@@ -1,7 +1,7 @@
-"""Which rows of a table an n-gram has: tokens times numbers of a layer's own, joined, modulo a prime for each head.
+"""The hash of n-grams to embedding rows: token ids times a layer's multipliers, xor-ed, modulo a prime per head.
 
-A table holds all heads one after the other, each as many rows as its prime. Several heads look at the same n-gram, so that two
-n-grams that share a row in one of them hardly do in the others.
+A table concatenates all heads, each with as many rows as its prime. Several heads hash the same n-gram, so two n-grams that
+collide in one head rarely collide in the others.
 """
 
 from collections.abc import Iterator
@@ -14,19 +14,19 @@ from torch import Tensor
 
 WORD = (1 << 64) - 1
 GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
-LAYER = 10007  # from the seed of a layer's numbers to that of the next
-WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)  # enough for numbers of 64 bits
+LAYER = 10007  # step of the seed from layer to layer
+WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)  # exact for 64 bits
 
 
 @dataclass(frozen=True)
 class Grams:
-    """How n-grams are counted.
+    """The sizes of the n-gram hash.
 
-    size   of the longest; shorter ones down to pairs have heads too
-    heads  of each length
-    base   rows that a head has at least
-    seed   of the numbers that tokens are multiplied by
-    blank  the token that n-grams do not reach across, and that stands for those before the first
+    size   of the longest n-gram; shorter ones down to pairs have heads too
+    heads  per length
+    base   least rows of a head
+    seed   of the multipliers
+    blank  the token that ends an n-gram, and stands for tokens before the first
     """
 
     size: int
@@ -37,27 +37,27 @@ class Grams:
 
     @property
     def count(self) -> int:
-        """Heads of all lengths."""
+        """Return the number of heads of all lengths."""
         return (self.size - 1) * self.heads
 
     def multipliers(self, layer: int, vocab: int) -> Tensor:
-        """The odd numbers of a layer, counting those that have tables: int64 [size]."""
+        """Return the odd multipliers of the n-th layer with a table: int64 [size]."""
         half = max(1, ((1 << 63) - 1) // max(vocab, 1) // 2)
         first = self.seed + LAYER * layer
         return torch.tensor([2 * (_split_mix(first + GAMMA * (i + 1)) % half) + 1 for i in range(self.size)])
 
     def head_rows(self, layer: int) -> Tensor:
-        """Rows of each head of a layer, counting those that have tables: int64 [heads of all lengths]."""
+        """Return the rows of each head of the n-th layer with a table: int64 [count]."""
         return torch.tensor(_primes(self.base, (layer + 1) * self.count)[layer * self.count :])
 
 
 def offsets(sizes: Tensor) -> Tensor:
-    """Where each head's rows begin, which lie one after the other: int64 [heads]."""
+    """Return the first row of each head in the concatenated table: int64 [heads]."""
     return torch.tensor([0, *accumulate(sizes.tolist())][:-1])
 
 
 def rows_of(histories: Tensor, grams: Grams, multipliers: Tensor, sizes: Tensor, firsts: Tensor) -> Tensor:
-    """The rows of tokens that come with those before them: int64 [T, n], the newest last -> [T, heads]."""
+    """Return the rows of tokens with their predecessors: int64 [T, n], the newest last -> [T, heads]."""
     blank, mixed, found = histories.new_tensor(grams.blank), histories[:, -1] * multipliers[0], []
     ended = torch.zeros_like(mixed, dtype=torch.bool)
     for back in range(1, grams.size):
@@ -78,7 +78,7 @@ def _split_mix(value: int) -> int:
 
 @cache
 def _primes(base: int, count: int) -> list[int]:
-    """The first primes that are no smaller."""
+    """Return the first `count` primes from `base` on."""
     return [*islice(_primes_from(base), count)]
 
 
@@ -90,7 +90,7 @@ def _primes_from(number: int) -> Iterator[int]:
 
 
 def _is_prime(number: int) -> bool:
-    """By Miller and Rabin, with witnesses that suffice."""
+    """Test a number for primality with Miller-Rabin witnesses that are exact for 64 bits."""
     if number < 2 or any(number % small == 0 for small in WITNESSES):
         return number in WITNESSES
     odd, twos = number - 1, 0

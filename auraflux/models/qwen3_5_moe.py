@@ -1,7 +1,7 @@
 """Qwen3-Next and Qwen3.5, dense or with mixtures: Gated DeltaNet in most layers, attention with gated output in the others.
 
-Hugging Face stores the weights of all norms but the delta layer's own as w of (1 + w); mlx-lm adds the 1 when it converts.
-As mlx-lm does, we tell the two apart by the layout of the convolutions, which it turns at the same time.
+Hugging Face stores the weights of all norms but the delta layer's own as w of (1 + w); mlx-lm adds the 1 on conversion. The
+layout of the convolutions, which mlx-lm transposes on conversion too, identifies the format.
 """
 
 from dataclasses import dataclass, replace
@@ -15,16 +15,19 @@ from auraflux.errors import FormatError
 from auraflux.models import llama, qwen3_moe
 from auraflux.models.attention import Attention, Heads
 from auraflux.models.config import Keys
-from auraflux.models.decoder import Given, Mixer, Stream, text_name
+from auraflux.models.decoder import text_name
+from auraflux.models.layer import LayerInput, Mixer, PartMixer, PreparedInput
 from auraflux.models.mixture import MixtureConfig
-from auraflux.models.mtp import Place
+from auraflux.models.mtp import MTPNames
 from auraflux.models.qwen3_moe import sparse_layers
-from auraflux.models.rotation import rope_settings, rotation
+from auraflux.models.rotation import rope_settings, rotated_share, rotation
 from auraflux.ops import Routing, delta_gates, gated_rms_norm, linear, qk_norm, rms_norm, sigmoid_gate
+from auraflux.weights.fields import COUNT, EXPERTS, HEAD, LAYER_INTERVAL, WIDTH_OR_NONE
+from auraflux.weights.formats.stored import Stored, dense
+from auraflux.weights.formats.untrusted import FLAG
 from auraflux.weights.loader import Weights
 from auraflux.weights.names import MTP
-from auraflux.weights.slices import span
-from auraflux.weights.stored import Stored, dense
+from auraflux.weights.parallel.tensor_slices import span
 
 TAPS = 4  # of the short convolution
 UNIT_EPS = 1e-6  # added to the sum of squares of a delta layer's query or key
@@ -34,7 +37,7 @@ PAIRS = {"in_proj_qkvz": ("qkv", "z"), "in_proj_ba": ("b", "a")}
 
 @dataclass(frozen=True)
 class DeltaConfig:
-    """Heads of a delta layer; value head h reads key head h // (value_heads // key_heads)."""
+    """The heads of a delta layer; value head h reads key head h // (value_heads // key_heads)."""
 
     key_heads: int
     value_heads: int
@@ -49,75 +52,84 @@ class DeltaConfig:
 
     @property
     def parts(self) -> list[int]:
-        """Channels of queries, keys and values."""
+        """Return the channels of queries, keys and values."""
         keys = self.key_heads * self.key_width
         return [keys, keys, self.value_heads * self.value_width]
 
 
 @dataclass(frozen=True, eq=False)
 class Config(qwen3_moe.Config):
-    """kinds says of each layer whether it is DELTA or ATTENTION."""
+    """Qwen3's config; kinds names each layer DELTA or ATTENTION."""
 
     kinds: tuple[str, ...]
     delta: DeltaConfig
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "Config":
-        keys = Keys(config)
-        keys.refuse("hidden_act", "silu")
-        keys.refuse("linear_conv_kernel_dim", TAPS)
-        keys.refuse("attn_output_gate", True)
-        # of a delta layer's result
-        keys.refuse("output_gate_type", "swish", "silu")
-        heads, mixture = keys["num_attention_heads"], _mixture(keys)
-        sparse = frozenset[int]() if mixture is None else sparse_layers(keys)
-        layers, width, settings = keys["num_hidden_layers"], keys["head_dim"], rope_settings(keys)
-        turned = settings.get("partial_rotary_factor", keys.get("partial_rotary_factor", 0.25))
-        return cls(
-            hidden=keys["hidden_size"],
-            inner=keys["intermediate_size"] if len(sparse) < layers else 0,
-            vocab=keys["vocab_size"],
-            layers=layers,
-            heads=heads,
-            kv_heads=keys.get("num_key_value_heads", heads),
-            head_width=width,
-            windows=(None,) * layers,
-            eps=keys["rms_norm_eps"],
-            tied=keys.get("tie_word_embeddings", False),
-            head_norms=llama.EACH,
-            context=keys.get("max_position_embeddings", 32768),
-            rotation=rotation(keys, int(width * turned), settings),
-            growth=None,
-            mixture=mixture,
-            sparse=sparse,
-            home="mlp",
-            kinds=_kinds(keys),
-            delta=DeltaConfig(
-                keys["linear_num_key_heads"],
-                keys["linear_num_value_heads"],
-                keys["linear_key_head_dim"],
-                keys["linear_value_head_dim"],
-            ),
-        )
+        return read_config(Keys(config))
+
+
+def read_config(keys: Keys) -> Config:
+    """Read the layers, which Qwen4 shares."""
+    keys.only("hidden_act", "silu")
+    keys.only("linear_conv_kernel_dim", TAPS)
+    keys.only("attn_output_gate", True)
+    # of a delta layer's result
+    keys.only("output_gate_type", "swish", "silu")
+    heads, mixture, layers = keys.heads, _mixture(keys), keys.layers
+    sparse = frozenset[int]() if mixture is None else sparse_layers(keys)
+    width, settings = keys.read("head_dim", HEAD), rope_settings(keys)
+    share = rotated_share(keys, settings)
+    return Config(
+        hidden=keys.hidden,
+        inner=keys.inner if len(sparse) < layers else 0,
+        vocab=keys.vocab(),
+        layers=layers,
+        heads=heads,
+        kv_heads=keys.kv_heads(heads),
+        head_width=width,
+        windows=(None,) * layers,
+        eps=keys.eps(),
+        tied=keys.tied(),
+        head_norms=llama.EACH,
+        context=keys.context(32768),
+        rotation=rotation(keys, int(width * (0.25 if share is None else share)), settings),
+        growth=None,
+        mixture=mixture,
+        sparse=sparse,
+        home="mlp",
+        kinds=_kinds(keys),
+        delta=_delta(keys),
+    )
+
+
+def _delta(keys: Keys) -> DeltaConfig:
+    return DeltaConfig(
+        keys.read("linear_num_key_heads", COUNT),
+        keys.read("linear_num_value_heads", COUNT),
+        keys.read("linear_key_head_dim", HEAD),
+        keys.read("linear_value_head_dim", HEAD),
+    )
 
 
 def _mixture(keys: Keys) -> MixtureConfig | None:
-    count = keys.get("num_experts", 0)
-    if not count:
+    if not keys.get("num_experts", EXPERTS, 0):
         return None
-    routing = Routing(keys["num_experts_per_tok"], "softmax", renormalize=keys.get("norm_topk_prob", True))
-    return MixtureConfig(count, keys["moe_intermediate_size"], routing, keys.get("shared_expert_intermediate_size", 0) or None)
+    count, chosen = keys.experts("num_experts")
+    routing = Routing(chosen, "softmax", renormalize=keys.get("norm_topk_prob", FLAG, True))
+    shared = keys.get("shared_expert_intermediate_size", WIDTH_OR_NONE, 0) or None
+    return MixtureConfig(count, keys.expert_inner, routing, shared)
 
 
 def _kinds(keys: Keys) -> tuple[str, ...]:
     if "layer_types" in keys:
         return keys.layer_types(DELTA, ATTENTION)
-    every = keys.get("full_attention_interval", 4)
-    return tuple(DELTA if (i + 1) % every else ATTENTION for i in range(keys["num_hidden_layers"]))
+    every = keys.get("full_attention_interval", LAYER_INTERVAL, 4)
+    return tuple(DELTA if (i + 1) % every else ATTENTION for i in range(keys.layers))
 
 
 class Model(qwen3_moe.Model):
-    """Qwen3's, with Gated DeltaNet in place of most attention."""
+    """Qwen3's model with Gated DeltaNet in most layers."""
 
     config: Config
 
@@ -126,12 +138,12 @@ class Model(qwen3_moe.Model):
         super().__init__(config, weights)
 
     @classmethod
-    def mtp_place(cls, config: Config) -> Place | None:  # type: ignore[override]
+    def mtp_names(cls, config: Config) -> MTPNames | None:  # type: ignore[override]
         like = max((index for index, kind in enumerate(config.kinds) if kind == ATTENTION), default=None)
         if like is None:
             return None
         norms = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
-        return Place("mtp.layers.0", like, *norms, "mtp.fc", "mtp.norm", ("mtp.",))
+        return MTPNames("mtp.layers.0", like, *norms, "mtp.fc", "mtp.norm", ("mtp.",))
 
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         config = self.config
@@ -143,41 +155,41 @@ class Model(qwen3_moe.Model):
 
 
 def _norm_shift(config: Config, weights: Weights) -> float:
-    """What the weights of the norms lack."""
+    """Return the shift of the norms' weights: 1 in Hugging Face's format, 0 in mlx-lm's."""
     names = [f"model.layers.{i}.linear_attn.conv1d.weight" for i, kind in enumerate(config.kinds) if kind == DELTA]
     found = [weights.shape(name) for name in names if weights.has(name)]
     turned = found[0][-1] == 1 if found else weights.checkpoint.form == "mlx"
     return 0.0 if turned else 1.0
 
 
-class Delta(Mixer):
-    """Gated DeltaNet: a short convolution, then a memory that is corrected at every token.
+class Delta(PartMixer):
+    """Gated DeltaNet: a short convolution, then a recurrent state with a delta rule.
 
-    gate  what its result is gated by: "silu" or "sigmoid"
+    gate  the output gate: "silu" or "sigmoid"
     """
 
     def __init__(self, weights: Weights, name: str, hidden: int, config: DeltaConfig, eps: float, gate: str = "silu"):
-        self.eps, self.gate, self.join = eps, gate, weights.slices.join
+        self.eps, self.gate, self.join = eps, gate, weights.slices.all_reduce
         heads, values = config.value_heads, config.parts[2]
         rows = {"qkv": sum(config.parts), "z": values, "b": heads, "a": heads}
         mine, shared = weights.slices.heads(config.key_heads), heads // config.key_heads
-        some = None if weights.slices.whole else head_rows(config, mine)
+        some = None if weights.slices.unsliced else head_rows(config, mine)
         self.projections = _projections(weights, name, hidden, config, rows, some)
         self.taps = taps_of(weights, f"{name}.conv1d.weight", rows["qkv"])
         self.a_log, self.dt_bias = weights.vector(f"{name}.A_log", heads), weights.vector(f"{name}.dt_bias", heads)
         self.norm = weights.vector(f"{name}.norm.weight", config.value_width)
         columns = span(mine, shared * config.value_width)
-        self.out = weights.some_columns(f"{name}.out_proj", hidden, values, columns)
+        self.out = weights.column_shard(f"{name}.out_proj", hidden, values, columns)
         self.config = config if some is None else replace(config, key_heads=len(mine), value_heads=shared * len(mine))
         self.parts = self.config.parts
         if some is not None:
-            self.taps, kept = self.taps[:, some["qkv"].to(weights.device)].contiguous(), span(mine, shared)
-            self.a_log, self.dt_bias = (each[kept.start : kept.stop] for each in (self.a_log, self.dt_bias))
+            self.taps, shard = self.taps[:, some["qkv"].to(weights.device)].contiguous(), span(mine, shared)
+            self.a_log, self.dt_bias = (each[shard.start : shard.stop] for each in (self.a_log, self.dt_bias))
 
-    def __call__(self, stream: Stream | Given, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
-        """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
-        config, tokens = self.config, len(stream.x)
-        total, (qkv, z, b, a) = stream.linears(self.projections)
+    def mix(self, inputs: LayerInput | PreparedInput, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+        """Return the residual stream with its delta added, and the next delta, both [T, H]."""
+        config, tokens = self.config, len(inputs.x)
+        total, (qkv, z, b, a) = inputs.linears(self.projections)
         z = z.view(tokens, config.value_heads, config.value_width)
         if batch.single and self.gate == "silu":
             weights = self.taps, self.a_log, self.dt_bias, self.norm
@@ -195,13 +207,11 @@ class Delta(Mixer):
             out = sigmoid_gate(rms_norm(out, self.norm, self.eps), z)
         return total, self.join(linear(out.view(tokens, -1), self.out))
 
-    remember = __call__  # a memory is what its result is made of
-
 
 def _projections(
     weights: Weights, name: str, hidden: int, config: DeltaConfig, rows: dict[str, int], some: dict[str, Tensor] | None
 ) -> list[Stored]:
-    """The matrices for qkv, z, b and a; qwen3_next has them in pairs, its GGUF files only the second.
+    """Load the projections of qkv, z, b and a; qwen3_next has them in pairs, its GGUF files only the second pair.
 
     some  rows of each; None for all
     """
@@ -209,20 +219,20 @@ def _projections(
     for pair, parts in PAIRS.items():
         whole = sum(rows[part] for part in parts)
         if not weights.has(f"{name}.{pair}.weight"):
-            kept = {part: None if some is None else some[part] for part in parts}
-            made += [weights.matrix(f"{name}.in_proj_{part}", rows[part], hidden, take=kept[part]) for part in parts]
+            take = {part: None if some is None else some[part] for part in parts}
+            made += [weights.matrix(f"{name}.in_proj_{part}", rows[part], hidden, take=take[part]) for part in parts]
         elif weights.shape(f"{name}.{pair}.weight")[0] == whole:
             order = grouped_rows(config)
             order = order if some is None else {part: order[part][some[part]] for part in order}
             made += [weights.matrix(f"{name}.{pair}", rows[part], hidden, take=order[part]) for part in parts]
         else:
-            # the order of rows that are not there would take memory; which tensors do not fit is told at the end
+            # an order of missing rows would take memory; the loader reports tensors of the wrong shape at the end
             made += [weights.stored(f"{name}.{pair}.weight", whole, hidden)]
     return made
 
 
 def head_rows(config: DeltaConfig, mine: range) -> dict[str, Tensor]:
-    """The rows of each projection that belong to some heads of keys."""
+    """Return the rows of each projection that belong to some key heads."""
     shared = config.value_heads // config.key_heads
     q, k, v = (part.view(config.key_heads, -1)[mine.start : mine.stop].flatten() for part in _numbered(config.parts))
     heads = torch.arange(mine.start * shared, mine.stop * shared)
@@ -234,7 +244,7 @@ def _numbered(parts: list[int]) -> tuple[Tensor, ...]:
 
 
 def grouped_rows(config: DeltaConfig) -> dict[str, Tensor]:
-    """The rows of each projection in qwen3_next's two, which lie by key head: q, k, v, z of each, and b, a of each."""
+    """Return the rows of each projection in qwen3_next's pairs, grouped by key head: q, k, v, z, and b, a."""
     shared = config.value_heads // config.key_heads
     wide, values = torch.arange(2 * sum(config.parts[1:])).view(config.key_heads, -1), shared * config.value_width
     q, k, v, z = (part.flatten() for part in wide.split([config.key_width, config.key_width, values, values], 1))
@@ -243,11 +253,11 @@ def grouped_rows(config: DeltaConfig) -> dict[str, Tensor]:
 
 
 def taps_of(weights: Weights, name: str, channels: int) -> Tensor:
-    """A short convolution, [C, 1, 4] or mlx-lm's [C, 4, 1], as `short_conv` has it."""
+    """Load a short convolution, [C, 1, 4] or mlx-lm's [C, 4, 1], in the layout of `short_conv`."""
     turned = weights.has(name) and weights.shape(name)[-1] == 1
     found = dense(weights.stored(name, channels, *((TAPS, 1) if turned else (1, TAPS)))).reshape(channels, TAPS, 1)
-    kept = weights.keep(name, found).to(weights.device, torch.float32)
-    return kept.view(channels, TAPS).T.contiguous()
+    taps = weights.complete(name, found).to(weights.device, torch.float32)
+    return taps.view(channels, TAPS).T.contiguous()
 
 
 def rename(name: str) -> str | None:

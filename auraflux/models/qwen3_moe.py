@@ -1,4 +1,4 @@
-"""Dense transformers whose MLPs became mixtures of experts chosen by softmax: Qwen2 and Qwen3, OLMoE, Mixtral."""
+"""Llama's layers with mixtures of experts, routed by softmax: Qwen2 and Qwen3, OLMoE, Mixtral."""
 
 import re
 from dataclasses import dataclass
@@ -6,20 +6,23 @@ from typing import Any
 
 from auraflux.models import llama
 from auraflux.models.config import Keys
-from auraflux.models.decoder import FeedForward, text_name
+from auraflux.models.decoder import text_name
+from auraflux.models.layer import FeedForward
 from auraflux.models.mixture import Mixture, MixtureConfig
 from auraflux.models.mlp import MLP, AddedMLP
 from auraflux.ops import Routing
-from auraflux.weights.experts import load_experts
+from auraflux.weights.experts.load_layer import load_experts
+from auraflux.weights.fields import LAYER_INTERVAL, LAYERS, MOST_LAYERS, WIDTH, WIDTH_OR_NONE
+from auraflux.weights.formats.untrusted import FLAG, list_of
 from auraflux.weights.loader import Weights
 
-# what Mixtral calls an expert's projections
+# Mixtral's names of an expert's projections
 PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 @dataclass(frozen=True, eq=False)
 class Config(llama.Config):
-    """The same as Llama's; the layers in `sparse` have a mixture instead of an MLP, `home` is its name within them."""
+    """Llama's config; the layers in `sparse` have a mixture instead of an MLP, named `home` within them."""
 
     mixture: MixtureConfig | None
     sparse: frozenset[int]
@@ -28,18 +31,15 @@ class Config(llama.Config):
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "Config":
         keys, plain = Keys(config), llama.Config.from_hf(config)
-        keys.refuse("clip_qkv", None)
+        keys.only("clip_qkv")
         mixtral = keys.kind == "mixtral"
         # transformers writes the second name
-        count = keys["num_experts" if "num_experts" in keys else "num_local_experts"]
-        routing = Routing(keys["num_experts_per_tok"], "softmax", renormalize=mixtral or keys.get("norm_topk_prob", False))
+        count, chosen = keys.experts("num_experts" if "num_experts" in keys else "num_local_experts")
+        routing = Routing(chosen, "softmax", renormalize=keys.get("norm_topk_prob", FLAG, False) or mixtral)
         # OLMoE and Mixtral have no other MLPs
-        inner = (
-            keys.get("moe_intermediate_size", plain.inner)
-            if keys.kind in ("olmoe", "mixtral")
-            else keys["moe_intermediate_size"]
-        )
-        shared = keys.get("shared_expert_intermediate_size", 0) or None
+        alone = keys.kind in ("olmoe", "mixtral")
+        inner = keys.get("moe_intermediate_size", WIDTH, plain.inner) if alone else keys.expert_inner
+        shared = keys.get("shared_expert_intermediate_size", WIDTH_OR_NONE, 0) or None
         mixture = MixtureConfig(count, inner, routing, shared if keys.kind == "qwen2_moe" else None)
         home = "block_sparse_moe" if mixtral else "mlp"
         return cls(**vars(plain), mixture=mixture, sparse=sparse_layers(keys), home=home)
@@ -47,12 +47,15 @@ class Config(llama.Config):
 
 def sparse_layers(keys: Keys) -> frozenset[int]:
     """Every `decoder_sparse_step`th layer, less those that are named."""
-    step, dense = keys.get("decoder_sparse_step", 1), keys.get("mlp_only_layers", [])
-    return frozenset(range(step - 1, keys["num_hidden_layers"], step)) - frozenset(dense)
+    step, dense = (
+        keys.get("decoder_sparse_step", LAYER_INTERVAL, 1),
+        keys.get("mlp_only_layers", list_of(LAYERS, MOST_LAYERS), []),
+    )
+    return frozenset(range(step - 1, keys.layers, step)) - frozenset(dense)
 
 
 class Model(llama.Model):
-    """Llama's, with mixtures."""
+    """Llama's model with mixtures."""
 
     config: Config
 
@@ -63,7 +66,7 @@ class Model(llama.Model):
         return self.make_mixture(weights, f"{name}.{self.config.home}", mixture)
 
     def make_mixture(self, weights: Weights, name: str, mixture: MixtureConfig) -> FeedForward:
-        """The mixture under a name such as model.layers.3.mlp."""
+        """Make the mixture under a name such as model.layers.3.mlp."""
         hidden, shared, shared_gate = self.config.hidden, None, None
         if mixture.shared is not None:
             shared = MLP(weights, f"{name}.shared_expert", hidden, mixture.shared).as_expert()
@@ -78,10 +81,10 @@ class Model(llama.Model):
 
 
 def rename(name: str) -> str | None:
-    kept = text_name(name)
-    if kept is None or ".block_sparse_moe." not in kept:
-        return kept
-    return re.sub(r"\.experts\.(\d+)\.(w[123])\.", lambda found: f".experts.{found[1]}.{PARTS[found[2]]}.", kept)
+    ours = text_name(name)
+    if ours is None or ".block_sparse_moe." not in ours:
+        return ours
+    return re.sub(r"\.experts\.(\d+)\.(w[123])\.", lambda match: f".experts.{match[1]}.{PARTS[match[2]]}.", ours)
 
 
 make_caches = llama.make_caches

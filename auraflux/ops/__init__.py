@@ -26,7 +26,7 @@ from auraflux.ops.attention.reference import (
     rope_append_latent,
     split_latent,
 )
-from auraflux.ops.attention.reference_choice import Chosen
+from auraflux.ops.attention.reference_token_selection import TokenSelection
 from auraflux.ops.compress.reference import compress_windows
 from auraflux.ops.delta.reference import (
     channel_delta,
@@ -92,7 +92,6 @@ from auraflux.ops.turboquant.reference import (
 
 __all__ = [
     "Activation",
-    "Chosen",
     "Clamp",
     "CodePages",
     "Declined",
@@ -108,6 +107,7 @@ __all__ = [
     "RowCodes",
     "RowPages",
     "SharedExpert",
+    "TokenSelection",
     "add_norm_gate_up",
     "add_norm_linears",
     "add_norm_scores",

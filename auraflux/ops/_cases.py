@@ -1,7 +1,7 @@
 """Inputs for the parity test and the benchmark.
 
 Each family's `cases.py` holds a list `CASES`. A case names an op, makes its arguments and says how far a kernel may be from
-the reference. `compare` runs both and looks at the results and at every argument after the call, so that state updated in
+the reference. `compare` runs both and compares the results and every argument after the call, so that state updated in
 place is held to the same tolerance.
 """
 
@@ -27,12 +27,13 @@ Args = dict[str, Any]
 class Case:
     """Arguments for one call of an op.
 
-    make   gives the arguments by name, in the order of the signature; the random generator is seeded before
-    tol    relative RMS a kernel may be away from the reference
-    exact  run under the exact contract; False allows int8 activations on CPU
-    bench  part of `auraflux bench ops`
-    slow   takes long or much memory: the parity test runs it among the slow tests
-    nbytes, flops  the bytes that must move and the operations that must be done; by default all tensors once, and none
+    make    returns the arguments by name, in the order of the signature; the random generator is seeded first
+    tol     relative RMS error allowed against the reference
+    exact   run inside `exact()`; False allows int8 activations on CPU
+    bench   part of `auraflux bench ops`
+    slow    needs much time or memory: run with the slow tests
+    nbytes  minimum memory traffic in bytes; by default the size of all tensors
+    flops   floating-point operations; by default not counted
     """
 
     op: Op
@@ -56,7 +57,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Parity:
-    """What `compare` found: the worst relative RMS and where, or why the kernel declined."""
+    """Result of `compare`: the worst relative RMS error and its location, or why the kernel declined."""
 
     error: float
     where: str
@@ -66,50 +67,53 @@ class Parity:
 def all_cases() -> list[Case]:
     found: list[Case] = []
     for family in families():
-        if (Path(__file__).parent / family / "cases.py").exists():
+        folder = Path(__file__).parent / family
+        if (folder / "cases.py").exists() or (folder / "cases").is_dir():
             found += importlib.import_module(f"auraflux.ops.{family}.cases").CASES
     return found
 
 
 def compare(case: Case, backend: str, move: Callable[[Args], Args] = lambda args: args) -> Parity:
-    """Run the reference and a backend's kernel on equal arguments. `move` takes a copy of them to the kernel's device."""
+    """Run the reference and a backend's kernel on equal arguments; `move` copies them to the kernel's device."""
     kernel = case.op.kernel(backend)
     if kernel is None:
         return Parity(0.0, "", f"no {backend} kernel")
-    args = in_row_order(case.args()) if backend == "cuda" else case.args()
-    mine = move(copy.deepcopy(args))
+    args = in_row_layout(case.args()) if backend == "cuda" else case.args()
+    copied = move(copy.deepcopy(args))
     if case.op.check is not None:
         case.op.check(**args)
     expected = case.op.reference(**args)
     with ExitStack() as stack:
         stack.enter_context(exact(case.exact))
         try:
-            found = kernel(**mine)
+            found = kernel(**copied)
         except Declined as reason:
             return Parity(0.0, "", str(reason))
     worst, where = 0.0, "the result"
-    for path, want, have in _pairs({"the result": expected, **args}, {"the result": found, **mine}, ""):
-        error = relative_rms(have, want, path)
+    for path, want, actual in _pairs({"the result": expected, **args}, {"the result": found, **copied}, ""):
+        error = relative_rms(actual, want, path)
         if not error <= worst:
             worst, where = error, path
     return Parity(worst, where)
 
 
-def in_row_order(value: Any) -> Any:
-    """The same arguments with the rows of every weight one after the other, as CUDA kernels hold them."""
+def in_row_layout(value: Any) -> Any:
+    """Return the arguments with every weight in row layout, as CUDA kernels expect."""
     if isinstance(value, QTensor):
         return value.rows()
     if isinstance(value, dict):
-        return {key: in_row_order(item) for key, item in value.items()}
+        return {key: in_row_layout(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(in_row_order(item) for item in value)
+        return type(value)(in_row_layout(item) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: in_row_order(getattr(value, field.name)) for field in fields(value) if field.init})
+        return replace(
+            value, **{field.name: in_row_layout(getattr(value, field.name)) for field in fields(value) if field.init}
+        )
     return value
 
 
 def relative_rms(found: Tensor, expected: Tensor, what: str = "result") -> float:
-    """Root mean square of the difference over that of the expectation. Integers and non-finite places must agree exactly."""
+    """Return the RMS of the difference over the RMS of `expected`; integers and non-finite values must match exactly."""
     found = found.to(expected.device)
     if found.shape != expected.shape or found.dtype != expected.dtype:
         raise AssertionError(f"{what}: {list(found.shape)} {found.dtype}, expected {list(expected.shape)} {expected.dtype}")
@@ -127,7 +131,7 @@ def relative_rms(found: Tensor, expected: Tensor, what: str = "result") -> float
 
 
 def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor inside arguments or results, with the path to it."""
+    """Yield every tensor inside arguments or results, with the path to it."""
     if isinstance(value, Tensor):
         yield "", value
     elif isinstance(value, dict):
@@ -142,8 +146,8 @@ def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _pairs(expected: Args, found: Args, prefix: str) -> Iterator[tuple[str, Tensor, Tensor]]:
-    wanted, had = list(tensors(expected)), dict(tensors(found))
-    if [path for path, _ in wanted] != list(had):
-        raise AssertionError(f"the kernel returns {list(had)}, the reference {[path for path, _ in wanted]}")
+    wanted, actual = list(tensors(expected)), dict(tensors(found))
+    if [path for path, _ in wanted] != list(actual):
+        raise AssertionError(f"the kernel returns {list(actual)}, the reference {[path for path, _ in wanted]}")
     for path, tensor in wanted:
-        yield path, tensor, had[path]
+        yield path, tensor, actual[path]

@@ -1,9 +1,8 @@
-"""How a call to an op finds its kernel.
+"""Dispatch of ops to kernels by device.
 
-`@op` turns a torch function into an `Op`: the function is the op's meaning, and a function of the same name in the sibling
-`cpu` or `cuda`, a module or a package, is its kernel for that device. Kernels are looked up on first use. One that cannot serve
-a call raises `Declined` before it writes anything; the reference then runs and the reason is kept, logged once and shown by
-`auraflux ops`.
+`@op` makes a torch function the reference of an `Op`; the function of the same name in the sibling module or package `cpu` or
+`cuda` is its kernel for that device, imported on first use. A kernel that does not support a call raises `Declined` before it
+writes anything; the reference then runs, and the reason is logged once and shown by `auraflux ops`.
 """
 
 import importlib
@@ -21,30 +20,31 @@ from typing import Any
 import torch
 
 from auraflux.errors import AurafluxError, BackendError, InputError
-from auraflux.kinds import Kinds
 from auraflux.ops._recording import recorder
+from auraflux.validation import Kinds
 
 log = logging.getLogger("auraflux")
 
 BACKENDS = ("reference", "cpu", "cuda")
 COMPILERS = {"numba", "llvmlite", "triton"}
-IMPORTING = threading.RLock()  # kernels
+IMPORT_LOCK = threading.RLock()
 
-# from the environment, or None; a default reaches every thread
-_wanted = os.environ.get("AURAFLUX_BACKEND") or None
-if _wanted not in (None, *BACKENDS):
-    raise BackendError(f"AURAFLUX_BACKEND is {_wanted!r}. It may be one of: {', '.join(BACKENDS)}.")
+# the default of a ContextVar applies to every thread
+_env_backend = os.environ.get("AURAFLUX_BACKEND") or None
+if _env_backend not in (None, *BACKENDS):
+    raise BackendError(f"AURAFLUX_BACKEND is {_env_backend!r}. Choose one of: {', '.join(BACKENDS)}.")
 
-_forced: ContextVar[str | None] = ContextVar("backend", default=_wanted)
+_forced: ContextVar[str | None] = ContextVar("backend", default=_env_backend)
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
 _invariant: ContextVar[bool] = ContextVar("invariant", default=False)
+_uncached: ContextVar[bool] = ContextVar("uncached", default=False)
 
 
-def _settle_torch() -> None:
-    """Have torch choose its code for the exponential and its like, from one thread.
+def _warm_up_torch() -> None:
+    """Call torch's transcendental functions once from a single thread.
 
-    Of two threads that make the first call together, one has been seen to get code of lower accuracy: its half of a
-    reference's exp was wrong by 1.5e-4, and right in the next call (torch 2.13, x86, in one of ten fresh processes).
+    When two threads make the first call concurrently, one may run a less accurate implementation: half of an exp was off by
+    1.5e-4, and correct in the next call (torch 2.13, x86, one of ten fresh processes).
     """
     for dtype in (torch.float32, torch.float64):
         one = torch.ones(1, dtype=dtype)
@@ -52,15 +52,15 @@ def _settle_torch() -> None:
             function(one)
 
 
-_settle_torch()
+_warm_up_torch()
 
 
 class Declined(Exception):
-    """A kernel will not serve this call; the message says why."""
+    """Raised by a kernel that does not support a call; the message says why."""
 
 
 class Op:
-    """One operation: its reference, its kernels, and what they declined."""
+    """One operation: its reference, its kernels and the reasons for which they declined calls."""
 
     def __init__(self, reference: Callable[..., Any], origins: tuple[str, ...], check: Callable[..., None] | None):
         self.reference = reference
@@ -70,51 +70,51 @@ class Op:
         self.family = reference.__module__.split(".")[-2]
         self.declined: dict[str, set[str]] = {}
         self._kernels: dict[str, Callable[..., Any] | None] = {"reference": None}
-        # makes calls of the CPU's kernel that are like earlier ones, see `simd/prepared.py`
-        self._prepared: Callable[[tuple[Any, ...]], Any] | None = None
-        self._first = next(iter(inspect.signature(reference).parameters))
+        # replays CPU calls of a known signature; takes the arguments and `exact`
+        self._call_cache: Callable[[tuple[Any, ...], bool], Any] | None = None
+        self._first_parameter = next(iter(inspect.signature(reference).parameters))
         self.kinds = Kinds(reference)
         self.__doc__ = reference.__doc__
         self.__name__ = self.name
         self.__wrapped__ = reference
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        prepared = self._prepared
-        if prepared is None or kwargs or recorder or _forced.get() is not None:
+        call_cache = self._call_cache
+        if call_cache is None or kwargs or recorder or _forced.get() is not None or _uncached.get():
             return self.run(*args, **kwargs)
-        return prepared(args)
+        return call_cache(args, _exact.get())
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Check the arguments, then have the kernel or the reference do its work."""
+        """Check the arguments, then run the kernel, or the reference if there is none or it declines."""
         kinds, values, key = self.kinds, args, tuple(map(type, args))
         if kwargs or kinds.lists:
             values, key = kinds.spread(args, kwargs)
-        plain = kinds.fitting.get(key)
-        if plain is None:
+        validate = kinds.fitting.get(key)
+        if validate is None:
             kinds.check(args, kwargs)
-            plain = kinds.keep(key, values)
-        if not plain(values):
+            validate = kinds.accept(key, values)
+        if not validate(values):
             kinds.refuse(args, kwargs)
         if self.check is not None:
             try:
                 if recorder and (recording := recorder.recording) is not None:
-                    # checks read values that need not be read again
+                    # values that checks read are not part of the recording
                     with recording.paused():
                         self.check(*args, **kwargs)
                 else:
                     self.check(*args, **kwargs)
             except (AurafluxError, MemoryError):
                 raise
-            # a tensor such that asking about it fails: sparse, without storage, with fewer dimensions than are asked for
+            # inspecting a tensor may fail: sparse, without storage, or with too few dimensions
             except Exception as err:
                 kinds.refuse(args, kwargs)
-                raise InputError(f"{self.name}: its arguments do not fit together: {brief(err)}.") from err
+                raise InputError(f"{self.name}: inconsistent arguments: {brief(err)}.") from err
         backend = _forced.get()
-        first = args[0] if args else kwargs[self._first]
+        first = args[0] if args else kwargs[self._first_parameter]
         if backend is None:
             backend = "cpu" if first.is_cpu else first.device.type
         elif backend == "cpu" and not first.is_cpu:
-            raise InputError(f"{self.name}: the cpu backend is forced, but '{self._first}' is on {first.device}.")
+            raise InputError(f"{self.name}: the cpu backend is forced, but '{self._first_parameter}' is on {first.device}.")
         try:
             kernel = self._kernels[backend]
         except KeyError:
@@ -127,32 +127,33 @@ class Op:
                     self._refuse_invariant(backend, str(reason))
                     self._note(backend, str(reason))
             elif backend != "reference":
-                self._refuse_invariant(backend, "it has no kernel")
+                self._refuse_invariant(backend, "no kernel")
             return self.reference(*args, **kwargs)
         except (AurafluxError, MemoryError):
             raise
         except Exception as err:
             kinds.refuse(args, kwargs)
-            # torch has no class for a number that is too large for a tensor's dtype or shape
+            # torch has no exception class for a number too large for a dtype or shape
             if not isinstance(err, OverflowError | struct.error) and "overflow" not in str(err).lower():
                 raise
             raise InputError(f"{self.name}: a number is too large: {brief(err)}.") from err
 
     def _refuse_invariant(self, backend: str, reason: str) -> None:
-        """Refuse to run the reference on a GPU where results may not depend on company: torch's products there do."""
+        """Refuse to run the reference on a GPU in invariant mode: torch's matrix products are not batch-invariant."""
         if backend == "cuda" and _invariant.get():
-            raise InputError(
-                f"{self.name}: no kernel gives a token the same result in any company here ({reason}). Leave --invariant out."
-            )
+            raise InputError(f"{self.name}: no batch-invariant kernel for this call ({reason}). Run without --invariant.")
 
     def kernel(self, backend: str) -> Callable[..., Any] | None:
-        """Find the kernel for a backend, or None when there is none."""
+        """Return the kernel for a backend, or None when there is none."""
         if backend not in self._kernels:
-            # two threads that import modules of one another would be given them half made
-            with IMPORTING:
+            # concurrent circular imports would see half-initialized modules
+            with IMPORT_LOCK:
                 self._kernels[backend] = self._find(backend) if backend in BACKENDS else None
                 if backend == "cpu" and self._kernels[backend] is not None:
-                    self._prepared = importlib.import_module("auraflux.ops.simd.prepared").Prepared(self)
+                    # imported late: it needs Numba, which a CPU kernel has imported
+                    from auraflux.ops.simd.replay.call_cache import CallCache
+
+                    self._call_cache = CallCache(self.run)
         return self._kernels[backend]
 
     def backends(self) -> list[str]:
@@ -186,8 +187,8 @@ OPS: dict[str, Op] = {}
 def op(*, origins: tuple[str, ...] = (), check: Callable[..., None] | None = None) -> Callable[[Callable[..., Any]], Op]:
     """Make a torch function the definition of an op.
 
-    origins  the kernels of moeflux, metaltile and mlx-native that it stands for
-    check    called with the same arguments first; raises InputError, so that no kernel ever sees a shape that does not fit
+    origins  the corresponding kernels of moeflux, metaltile and mlx-native
+    check    called with the same arguments first; raises InputError, so that kernels see only valid shapes
     """
 
     def wrap(reference: Callable[..., Any]) -> Op:
@@ -201,7 +202,7 @@ def op(*, origins: tuple[str, ...] = (), check: Callable[..., None] | None = Non
 
 
 def all_ops() -> list[Op]:
-    """Every op of every family, in the order of their names within families."""
+    """Return every op, sorted by family and name."""
     for family in families():
         importlib.import_module(f"auraflux.ops.{family}.reference")
     return sorted(OPS.values(), key=lambda o: (o.family, o.name))
@@ -213,9 +214,9 @@ def families() -> list[str]:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Run the ops inside the block on the named backend, whatever the device of their arguments."""
+    """Run the ops inside the block on the named backend, regardless of the device of their arguments."""
     if name not in BACKENDS:
-        raise BackendError(f"there is no backend {name!r}. Those there are: {', '.join(BACKENDS)}.")
+        raise BackendError(f"unknown backend {name!r}. Choose one of: {', '.join(BACKENDS)}.")
     token = _forced.set(name)
     try:
         yield
@@ -225,7 +226,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 @contextmanager
 def exact(on: bool = True) -> Iterator[None]:
-    """Inside the block kernels multiply float32 activations; outside, CPU kernels round them to int8 per group first."""
+    """Multiply float32 activations inside the block; outside, CPU kernels quantize them to int8 per group first."""
     token = _exact.set(on)
     try:
         yield
@@ -239,9 +240,9 @@ def is_exact() -> bool:
 
 @contextmanager
 def invariant(on: bool = True) -> Iterator[None]:
-    """Inside the block CUDA kernels are chosen by the kind of work: a token's result does not depend on others of the call.
+    """Use only batch-invariant CUDA kernels inside the block: a token's result does not depend on the rest of the batch.
 
-    CPU kernels are always so.
+    CPU kernels are always batch-invariant.
     """
     token = _invariant.set(on)
     try:
@@ -254,16 +255,26 @@ def is_invariant() -> bool:
     return _invariant.get()
 
 
+@contextmanager
+def without_call_cache() -> Iterator[None]:
+    """Bypass the cache of CPU calls (`simd/replay/call_cache.py`) inside the block."""
+    token = _uncached.set(True)
+    try:
+        yield
+    finally:
+        _uncached.reset(token)
+
+
 def brief(err: Exception) -> str:
-    """What torch or Python say, in one line."""
-    said = str(err).partition("Exception raised from")[0]
-    return " ".join(said.split())[:300].rstrip(".") or type(err).__name__
+    """Return the message of an exception in one line."""
+    message = str(err).partition("Exception raised from")[0]
+    return " ".join(message.split())[:300].rstrip(".") or type(err).__name__
 
 
 def check_dense(**tensors: Any) -> None:
-    """Refuse tensors that are not contiguous or not on the first one's device; None is passed over."""
+    """Refuse tensors that are not contiguous or not on the first one's device; skip None."""
     for tensor in tensors.values():
-        # most calls end here: a device costs more to ask for than `is_cpu`
+        # fast path: `is_cpu` is cheaper than `device`
         if tensor is not None and not (tensor.is_cpu and tensor.is_contiguous()):
             break
     else:
@@ -282,22 +293,24 @@ def check_dense(**tensors: Any) -> None:
 
 
 def check_heads(name: str, tensor: Any) -> None:
-    """Refuse a tensor [T, H, D] that is not contiguous, unless only its heads lie apart, all at one distance."""
+    """Refuse a tensor [T, H, D] unless it is contiguous or its heads are evenly strided."""
     if not tensor.is_contiguous():
-        between = tensor.stride(1)
-        if tensor.stride(2) != 1 or (len(tensor) > 1 and tensor.stride(0) != tensor.shape[1] * between):
+        head_stride = tensor.stride(1)
+        if tensor.stride(2) != 1 or (len(tensor) > 1 and tensor.stride(0) != tensor.shape[1] * head_stride):
             shape, strides = tuple(tensor.shape), tensor.stride()
-            raise InputError(f"'{name}' {shape} has no even heads (strides {strides}). Call .contiguous() on it first.")
+            raise InputError(
+                f"'{name}' {shape} has unevenly strided heads (strides {strides}). Call .contiguous() on it first."
+            )
 
 
 def check_shape(name: str, tensor: Any, *shape: int | None) -> None:
-    """Refuse a tensor whose shape is not the given one; None in a place allows any size there."""
+    """Refuse a tensor of another shape; None allows any size of that dimension."""
     found = tensor.shape
     if found == shape:
         return
     if len(found) == len(shape):
-        for want, have in zip(shape, found, strict=True):
-            if want is not None and want != have:
+        for want, actual in zip(shape, found, strict=True):
+            if want is not None and want != actual:
                 break
         else:
             return
@@ -306,7 +319,7 @@ def check_shape(name: str, tensor: Any, *shape: int | None) -> None:
 
 
 def check_floating(**tensors: Any) -> None:
-    """Refuse whole numbers and booleans, which a result in their dtype would truncate; None is passed over."""
+    """Refuse integers and booleans, whose dtype would truncate the result; skip None."""
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_floating_point():
             raise InputError(f"'{name}' has dtype {str(tensor.dtype).removeprefix('torch.')}; a floating-point one is needed.")

@@ -1,4 +1,4 @@
-"""Arguments of large models' shapes, in bfloat16, and how many bytes and operations they take."""
+"""Bfloat16 arguments with the shapes of large models, and their memory traffic and FLOPs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +21,7 @@ PAGE = 64
 
 
 def codes(*shape: int, bits: int, group: int = 64) -> QTensor:
-    """A random weight or stack of them: quantizing a real one would take longer than all the rest."""
+    """Return a random quantized weight or stack of weights, made without the cost of quantizing one."""
     *stack, rows, width = shape
     packed = torch.randint(-(2**31), 2**31, (*stack, rows, width * bits // 32), dtype=torch.int32)
     scales = ((torch.rand(*stack, rows, width // group) + 0.5) / (width**0.5 * 2 ** (bits - 1))).to(BF16)
@@ -33,8 +33,7 @@ def mxfp4(rows: int, width: int) -> QTensor:
     return QTensor(packed, torch.randint(115, 122, (rows, width // 32), dtype=torch.uint8), None, 4, 32, (rows, width))
 
 
-# formats that MLX has not, and others whose scales are not in bf16: bits, inputs of a group, dtype of scales, whether there
-# are biases
+# formats that MLX lacks or whose scales are not bf16: bits, group size, dtype of scales, has biases
 OTHER_FORMATS = {
     "fp8": (8, 128, torch.float32, False),
     "nvfp4": (4, 16, torch.float32, False),
@@ -53,7 +52,7 @@ def other_codes(rows: int, width: int, name: str) -> QTensor:
     bits, group, dtype, biased = OTHER_FORMATS[name]
     packed = torch.randint(-(2**31), 2**31, (rows, width * bits // 32), dtype=torch.int32)
     if name == "fp8":
-        # the highest exponent, which what is no number has, does not occur
+        # clear the top exponent bit, so that no code is NaN
         packed &= -0x40404041
     scales = ((torch.rand(rows, width // group) + 0.5) / (width**0.5 * 2 ** (bits - 1))).to(dtype)
     return QTensor(packed, scales, -scales * 2 ** (bits - 1) if biased else None, bits, group, (rows, width))
@@ -76,7 +75,7 @@ def gated(tokens: int, rows: int, width: int) -> Args:
 
 
 def from_stream(tokens: int, width: int, rows: list[int], bits: int | None = 4) -> Args:
-    """The residual stream, what is to be added to it, and weights of codes or, without bits, in bf16."""
+    """Return a residual stream, its update, a norm and weights quantized to `bits`, or bf16 if None."""
     x, delta = (torch.randn(tokens, width).to(BF16) for _ in range(2))
     weights = [(torch.randn(n, width) * width**-0.5).to(BF16) if bits is None else codes(n, width, bits=bits) for n in rows]
     return {"x": x, "delta": delta, "norm": 1 + 0.1 * torch.randn(width), "eps": 1e-6, "weights": weights}
@@ -89,7 +88,7 @@ def gated_stream(tokens: int, width: int, rows: int) -> Args:
 
 
 def products_nbytes(args: Args) -> int:
-    """Weights once, and the tokens they are multiplied with."""
+    """Count the weights and the activations, each read once."""
     weights = args["weights"] if "weights" in args else [args["gate"], args["up"]]
     return sum(weight.nbytes for weight in weights) + args["x"].nbytes
 
@@ -109,7 +108,7 @@ def append_kv_nbytes(args: Args) -> int:
 
 
 def dense_nbytes(args: Args) -> int:
-    """Keys and values of every position once, queries and results."""
+    """Count the keys and values of every position, the queries and the outputs."""
     pages = args["pages"]
     row = pages.k.shape[1] * (pages.k.shape[3] + pages.v.shape[3]) * pages.k.element_size()
     return int(pages.lengths.sum()) * row + 2 * args["q"].nbytes
@@ -122,7 +121,7 @@ def latent_nbytes(args: Args) -> int:
 
 
 def half_nbytes(args: Args) -> int:
-    """Half of the weight, tokens and results: a head has as many rows for keys as for values."""
+    """Count half of the weight, whose heads have as many rows for keys as for values, the inputs and the outputs."""
     x = args["q_nope"] if "q_nope" in args else args["v"]
     width, rows = args["weight"].shape[1], args["weight"].shape[0] // x.shape[1] // 2
     return args["weight"].nbytes // 2 + x.shape[0] * x.shape[1] * (width + rows) * x.element_size()
@@ -145,7 +144,7 @@ def moe(tokens: int, layer: Experts, routing: Routing = ROUTING) -> Args:
 
 
 def with_shared(args: Args) -> Args:
-    """The same with a shared expert as large as the others."""
+    """Return the arguments with a shared expert of the routed experts' size."""
     layer = args["experts"]
     gate, up, down = (stack[0] for stack in experts(1, layer.hidden, layer.inner).stacks)
     return {**args, "shared": SharedExpert(gate, up, down), "shared_gate": torch.randn(len(args["x"])).to(BF16)}
@@ -162,7 +161,7 @@ def routed_to(tokens: int, count: int) -> Args:
 
 
 def some_of(tokens: int) -> Args:
-    """All experts but one."""
+    """Return arguments for all experts but one."""
     return some(routed(tokens, experts()), [3])
 
 
@@ -171,7 +170,7 @@ def ids_of(args: Args) -> Tensor:
 
 
 def moe_nbytes(args: Args) -> int:
-    """The experts that are met once, tokens and results."""
+    """Count the activated experts once, the tokens and the outputs."""
     layer = args["experts"]
     size = sum(stack.nbytes for stack in layer.stacks) // layer.count
     return (len(ids_of(args).unique()) + ("shared" in args)) * size + 2 * args["x"].nbytes
@@ -183,7 +182,7 @@ def moe_flops(args: Args) -> int:
 
 
 def as_cached(make: Callable[..., Args], *sizes: Any, **options: Any) -> Args:
-    """Arguments whose codes lie in the order that a cache on their device chooses."""
+    """Return arguments whose codes have the arrangement that a cache on their device uses."""
     args = make(*sizes, **options, page=PAGE, dtype=BF16)
     pages = args["pages"]
     chosen = arrangement_for(pages.table.device, pages.key_bits, pages.value_bits, pages.width, PAGE)

@@ -1,6 +1,6 @@
-"""The steps that are being recorded, by thread: one object, which ops and CPU kernels ask at every call.
+"""Recordings in progress, by thread; ops and CPU kernels check `recorder` at every call.
 
-Most of the time nobody records. So that asking then costs a truth value, `recorder` is a dict, and an empty one.
+Usually nothing is recorded. `recorder` is a dict, so that checking an empty one costs only a truth test.
 """
 
 from array import array
@@ -12,39 +12,39 @@ from torch import Tensor
 
 
 class Recording(Protocol):
-    """A step on its way to being repeated without its Python, see `simd/record.py`."""
+    """A decode step being recorded for replay without Python, see `simd/replay/record.py`."""
 
     def add(self, code: int, args: array, jobs: int) -> None:
-        """Note a launch."""
+        """Record a kernel launch."""
 
-    def keep(self, memory: Any) -> None:
-        """Hold on to memory that a launch points to."""
+    def retain(self, memory: Any) -> None:
+        """Retain memory that a launch points to."""
 
-    def ask(self, code: int, args: array) -> None:
-        """Note a question that Python has asked a kernel; the answer is the last of its numbers."""
+    def add_query(self, code: int, args: array) -> None:
+        """Record a query that Python made of a kernel; the last argument is its answer."""
 
-    def looks(self, address: int) -> bool:
-        """Whether to look for what a kernel found wrong."""
+    def checks_error_flag(self, address: int) -> bool:
+        """Return whether to check the error flag that a kernel sets."""
 
     def read(self, how: str, tensor: Tensor) -> None:
-        """Hear that Python reads a tensor's values."""
+        """Record that Python reads a tensor's values."""
 
-    def spoil(self, reason: str) -> None:
-        """Say why the step cannot be repeated."""
+    def reject(self, reason: str) -> None:
+        """Declare the recording not replayable, with a reason."""
 
     def workspace(self, nbytes: int) -> int:
-        """Address of scratch memory that stays where it is."""
+        """Return the address of scratch memory with a fixed location."""
 
     def paused(self) -> AbstractContextManager[None]:
-        """Look away: what is done inside leaves nothing behind."""
+        """Suspend recording inside the block."""
 
 
 class Recorder(dict[int, Recording]):
-    """What each thread records, by its number."""
+    """Recordings in progress, by thread id."""
 
     @property
     def recording(self) -> Recording | None:
-        """What this thread records; None most of the time."""
+        """Recording of this thread; usually None."""
         return self.get(get_ident()) if self else None
 
 

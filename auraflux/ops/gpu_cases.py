@@ -1,8 +1,8 @@
-"""The shapes of large models, in bfloat16: what is timed on a GPU, and which builds of kernels are hot.
+"""Cases with the shapes of large models, in bfloat16: the GPU benchmark, and the kernel variants on the critical path.
 
-They are cases as those of the parity test, but too large for it: one holds up to gigabytes. The benchmark makes them on the
-device, and holds each kernel to its reference on these very shapes before it times it. What they launch is compiled without a
-GPU, and may not spill registers (`hopper/compile.py`).
+They are cases like those of the parity test but take up to gigabytes. The benchmark makes their arguments on the device and
+checks each kernel against its reference on these shapes before timing it. The kernels they launch are compiled without a GPU
+and may not spill registers (`gpu/compile.py`).
 """
 
 from functools import partial
@@ -51,11 +51,11 @@ from auraflux.ops.attention.reference import (
     latent_output,
     latent_query,
 )
-from auraflux.ops.delta.cases import conv, prefill, state_flops, state_nbytes, step, whole, whole_nbytes
+from auraflux.ops.delta.cases import conv, layer_inputs, layer_nbytes, prefill, state_flops, state_nbytes, step
 from auraflux.ops.delta.reference import delta_layer_step, gated_delta_prefill, gated_delta_step, short_conv
 from auraflux.ops.linear.reference import add_norm_gate_up, add_norm_linears, add_norm_scores, gate_up_swiglu, linear, linears
 from auraflux.ops.moe.reference import expert_mlp, expert_parts, mixture
-from auraflux.ops.turboquant._inputs import (
+from auraflux.ops.turboquant.cases.inputs import (
     append,
     append_nbytes,
     attend,
@@ -68,7 +68,7 @@ from auraflux.ops.turboquant._inputs import (
     rope_appended,
     rope_appended_latent,
 )
-from auraflux.ops.turboquant._inputs import coded as coded_rows
+from auraflux.ops.turboquant.cases.inputs import coded as coded_rows
 from auraflux.ops.turboquant.codebook import BITS
 from auraflux.ops.turboquant.reference import (
     append_codes,
@@ -82,17 +82,17 @@ from auraflux.ops.turboquant.reference import (
 
 K = 1024
 TOL = 5e-3  # relative RMS: weights and results are rounded to bfloat16, 8 bits each
-TWICE_ROUNDED = 1e-2  # what lies between two products is rounded too
+TWICE_ROUNDED = 1e-2  # the intermediate between two products is rounded too
 
 HEADS = (32, 8)
 MAIN_PAIRS = ((4, 4), (8, 4), (4, 2))
-# as models are served: keys without centres and scales, the first position and the newest 32 as they are
-KEPT: dict[str, Any] = {"calibrated": True, "plain": (1, 32), "plain_dtype": BF16}
+# as models are served: calibrated keys, one sink token and a recent window of 32 in full precision
+FULL_PRECISION: dict[str, Any] = {"calibrated": True, "full_precision": (1, 32), "full_precision_dtype": BF16}
 OTHER_PAIRS = [pair for pair in product(BITS, BITS) if pair not in MAIN_PAIRS]
 
 
 def coded(name: str, lengths: list[int], heads: tuple[int, int], width: int, bits: tuple[int, int], **options: Any) -> Case:
-    """Decoding one token of each sequence over codes."""
+    """Return a case that decodes one token of each sequence over a quantized cache."""
     make = partial(as_cached, attend, lengths, [1] * len(lengths), heads, width, bits, **options)
     return Case(turboquant_attention, name, make, tol=TOL, nbytes=attend_nbytes, flops=attend_flops)
 
@@ -122,7 +122,7 @@ LINEAR = [
     ),
 ]
 
-# products as models ask for them: with the residual stream and its norm, several at once
+# products fused with the residual stream and its norm, several at once
 JOINED = [
     *(
         Case(
@@ -167,7 +167,7 @@ CODED = [
         for name, lengths in (("128k", [128 * K]), ("32k", [32 * K]), ("8x32k", [32 * K] * 8))
     ),
     *(
-        coded(f"k{k}v{v}-kept-{name}", lengths, HEADS, 128, (k, v), **KEPT)
+        coded(f"k{k}v{v}-kept-{name}", lengths, HEADS, 128, (k, v), **FULL_PRECISION)
         for k, v in MAIN_PAIRS[:2]
         for name, lengths in (("128k", [128 * K]), ("32k", [32 * K]), ("8x32k", [32 * K] * 8))
     ),
@@ -194,7 +194,7 @@ CODED = [
     Case(
         turboquant_attention,
         "k4v4-kept-prefill-2k",
-        partial(as_cached, attend, [2 * K], [2 * K], HEADS, 128, (4, 4), **KEPT),
+        partial(as_cached, attend, [2 * K], [2 * K], HEADS, 128, (4, 4), **FULL_PRECISION),
         tol=TWICE_ROUNDED,
         nbytes=attend_nbytes,
         flops=attend_flops,
@@ -202,7 +202,7 @@ CODED = [
     Case(
         rope_append_codes,
         "one-token-kept-k4v4",
-        partial(as_cached, rope_appended, [1000], [1], HEADS, 128, bits=(4, 4), **KEPT),
+        partial(as_cached, rope_appended, [1000], [1], HEADS, 128, bits=(4, 4), **FULL_PRECISION),
         tol=TOL,
         nbytes=append_nbytes,
     ),
@@ -245,7 +245,7 @@ DELTA = [
         for b in (1, 8, 32)
     ),
     *(
-        Case(delta_layer_step, f"batch-{b}", partial(whole, b, 32, 16), tol=TWICE_ROUNDED, nbytes=whole_nbytes)
+        Case(delta_layer_step, f"batch-{b}", partial(layer_inputs, b, 32, 16), tol=TWICE_ROUNDED, nbytes=layer_nbytes)
         for b in (1, 8, 32)
     ),
     *(
@@ -292,7 +292,9 @@ LATENT += [
         Case(
             turboquant_latent_attention,
             f"8bit-kept-{heads}-heads-32k",
-            partial(attend_latent, [32 * K], [1], heads, 512, 64, dtype=BF16, bits=8, page=PAGE, cache=BF16, plain=(1, 32)),
+            partial(
+                attend_latent, [32 * K], [1], heads, 512, 64, dtype=BF16, bits=8, page=PAGE, cache=BF16, full_precision=(1, 32)
+            ),
             tol=TOL,
             nbytes=attend_latent_nbytes,
             flops=attend_latent_flops,
@@ -319,8 +321,8 @@ OTHERS = [coded(f"k{k}v{v}-32k", [32 * K], HEADS, 128, (k, v)) for k, v in OTHER
 
 CASES: list[Case] = [*LINEAR, *JOINED, *ATTENTION, *CODED, *MOE, *DELTA, *LATENT, *OTHERS]
 
-# what large models launch on older GPUs, in other formats or seldom; it is not timed
-SELDOM: list[Case] = [
+# launched on older GPUs, with other formats or rarely; not timed
+RARE: list[Case] = [
     Case(short_conv, "few-tokens", lambda: conv(2, 9, channels=8192, dtype=BF16)),
     Case(encode, "8bit", lambda: encoded(2 * K, 8, 128, bits=8, dtype=BF16)),
     Case(decode, "8bit", lambda: coded_rows(2 * K, 8, bits=8, width=128, seed=0)),
@@ -331,4 +333,4 @@ SELDOM: list[Case] = [
     *(Case(expert_mlp, f"{e}-experts", partial(routed_to, 160, e)) for e in (16, 32, 64)),
     *(Case(expert_parts, f"{t}-tokens", partial(some_of, t)) for t in (1, 64, 2 * K)),
 ]
-HOT = [*CASES, *SELDOM]
+CRITICAL = [*CASES, *RARE]

@@ -1,8 +1,7 @@
-"""Which of several kernels runs: a list of routes in order, of which the first that does not refuse a call is taken.
+"""Route tables: ordered lists of kernels, of which the first that does not refuse a call runs.
 
-A table is all there is to know about the choice. `explain` goes through it without running anything, which is what
-`auraflux ops --explain` and `docs/kernels.md` show. `leaving_out` runs what would be taken without some route, by which
-`auraflux bench ops --routes` tells what that is worth.
+A table alone decides. `explain` walks it without running anything, for `auraflux ops --explain` and `docs/kernels.md`.
+`without_routes` excludes routes, so that `auraflux bench ops --routes` can measure what each is worth.
 """
 
 import importlib
@@ -12,10 +11,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
-from auraflux.ops._dispatch import Declined, Op, is_invariant
+from auraflux.ops._dispatch import Declined, Op, is_invariant, without_call_cache
+from auraflux.ops.route_speed import RouteSpeed
 
-DIFFERS = "its last bits depend on what else is in the call"
-MOST_KNOWN = 4096  # calls whose routes a table remembers
+NOT_INVARIANT = "not batch-invariant"
+MOST_CACHED = 4096  # calls whose routes a table caches
 
 Call = TypeVar("Call")
 Result = TypeVar("Result")
@@ -23,152 +23,153 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Route(Generic[Call, Result]):
-    """One way to carry out a call.
+    """One way to execute a call.
 
-    name     of the kernel, or what is done
-    refuses  why the call is not for it, in a few words; None if it is
-    run      carries the call out
-    then     where it is done by other tables: those, and what they are called with
-    alike    a token's result is the same whatever else is in the call, and by all such routes of a table: inside `invariant`
-             no others are taken. Where none of a table is marked, all are so
+    name       of the kernel or the method
+    refuses    returns why the route does not support a call, in a few words; None if it does
+    run        executes the call
+    then       returns the other tables that the route calls, with their calls
+    invariant  batch-invariant, with the same result as all such routes of the table: inside `invariant` no others are taken.
+               A table without any such mark is batch-invariant as a whole
+    speed      rough speed, for routes that multiply by weights
     """
 
     name: str
     refuses: Callable[[Call], str | None]
     run: Callable[[Call], Result]
     then: Callable[[Call], "list[tuple[Routes[Any, Any], Any]]"] | None = None
-    alike: bool = False
+    invariant: bool = False
+    speed: RouteSpeed | None = None
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a table says of a call: the route that is taken, and why those above it were not.
+class Explanation:
+    """Decision of a route table on a call.
 
-    then  the verdicts of the tables that the route itself asks
+    taken    name of the route that runs; None if all refuse
+    refused  names of the routes before it, each with its reason
+    then     decisions of the tables that the route itself calls
     """
 
     taken: str | None
     refused: tuple[tuple[str, str], ...]
-    then: tuple["Verdict", ...] = ()
+    then: tuple["Explanation", ...] = ()
 
     @property
     def path(self) -> str:
-        """The routes that are taken, one inside the other."""
+        """Names of the routes that run, nested ones in brackets."""
         inside = ", ".join(dict.fromkeys(verdict.path for verdict in self.then))
         return f"{self.taken} ({inside})" if inside else str(self.taken)
 
 
-class _Told(Exception):
-    """Carries a verdict out of a kernel that was asked for it instead of being run."""
+class _Explained(Exception):
+    """Carries an explanation out of a kernel in place of running it."""
 
-    def __init__(self, verdict: Verdict):
+    def __init__(self, verdict: Explanation):
         self.verdict = verdict
 
 
 NONE: frozenset[str] = frozenset()
-# in place of the usual way through a table; None for that
-_asked: ContextVar[Callable[["Routes[Any, Any]", Any], Any] | None] = ContextVar("asked", default=None)
+# replaces the call of a table; None for the normal call
+_override: ContextVar[Callable[["Routes[Any, Any]", Any], Any] | None] = ContextVar("override", default=None)
 
 
 class Routes(Generic[Call, Result]):
-    """The routes of one or more ops, the preferred first.
+    """Route table of one or more ops, the preferred route first.
 
-    key  gives of a call all that the routes' refusals look at: calls with one key take one route, which is remembered. It pays
-         where a call goes through many refusals.
+    key  returns all properties of a call that refusals depend on: the route is cached by it. Worth it where calls pass many
+         refusals.
     """
 
     def __init__(self, *routes: Route[Call, Result], key: Callable[[Call], Hashable] | None = None):
         self.routes, self.key = routes, key
-        self._known: dict[Hashable, Route[Call, Result]] = {}
-        self._alike: dict[Hashable, Route[Call, Result]] = {}
-        self._differ = any(route.alike for route in routes)
+        self._cached: dict[Hashable, Route[Call, Result]] = {}
+        self._cached_invariant: dict[Hashable, Route[Call, Result]] = {}
+        self._has_variant = any(route.invariant for route in routes)
 
     def __call__(self, call: Call) -> Result:
-        if (asked := _asked.get()) is not None:
-            return asked(self, call)
-        return (self.first(call) if self.key is None else self._remembered(self.key(call), call)).run(call)
+        if (override := _override.get()) is not None:
+            return override(self, call)
+        return (self.first(call) if self.key is None else self._lookup(self.key(call), call)).run(call)
 
     def first(self, call: Call, without: frozenset[str] = NONE) -> Route[Call, Result]:
-        """The first route that does not refuse, and has none of some names."""
-        alike = self._differ and is_invariant()
+        """Return the first route that does not refuse, excluding those named in `without`."""
+        invariant = self._has_variant and is_invariant()
         for route in self.routes:
-            if route.name not in without and (route.alike or not alike) and route.refuses(call) is None:
+            if route.name not in without and (route.invariant or not invariant) and route.refuses(call) is None:
                 return route
         reasons = [reason for _, reason in self.explain(call, without).refused]
-        raise Declined(next((reason for reason in reversed(reasons) if reason != DIFFERS), reasons[-1]))
+        raise Declined(next((reason for reason in reversed(reasons) if reason != NOT_INVARIANT), reasons[-1]))
 
-    def _remembered(self, key: Hashable, call: Call) -> Route[Call, Result]:
-        known = self._alike if is_invariant() else self._known
+    def _lookup(self, key: Hashable, call: Call) -> Route[Call, Result]:
+        cached = self._cached_invariant if is_invariant() else self._cached
         try:
-            return known[key]
+            return cached[key]
         except KeyError:
-            if len(known) >= MOST_KNOWN:
-                known.clear()
-            return known.setdefault(key, self.first(call))
+            if len(cached) >= MOST_CACHED:
+                cached.clear()
+            return cached.setdefault(key, self.first(call))
 
-    def explain(self, call: Call, without: frozenset[str] = NONE) -> Verdict:
-        """What would be done, without doing it; routes of some names are left out."""
+    def explain(self, call: Call, without: frozenset[str] = NONE) -> Explanation:
+        """Return the decision without running anything, excluding the routes named in `without`."""
         refused: list[tuple[str, str]] = []
-        alike = self._differ and is_invariant()
+        invariant = self._has_variant and is_invariant()
         for route in self.routes:
-            if alike and not route.alike:
-                refused.append((route.name, DIFFERS))
+            if invariant and not route.invariant:
+                refused.append((route.name, NOT_INVARIANT))
                 continue
-            reason = "it is left out" if route.name in without else route.refuses(call)
+            reason = "excluded" if route.name in without else route.refuses(call)
             if reason is None:
                 then = route.then(call) if route.then is not None else []
-                return Verdict(route.name, tuple(refused), tuple(table.explain(inner, without) for table, inner in then))
+                return Explanation(route.name, tuple(refused), tuple(table.explain(inner, without) for table, inner in then))
             refused.append((route.name, reason))
-        return Verdict(None, tuple(refused))
+        return Explanation(None, tuple(refused))
 
     def __iter__(self) -> Iterator[Route[Call, Result]]:
         return iter(self.routes)
 
 
 def routes_of(op: Op, backend: str) -> Routes[Any, Any] | None:
-    """The table that an op's kernel asks; None where it has no choice."""
+    """Return the route table of an op; None if it has a single kernel."""
     name = f"auraflux.ops.{op.family}.{backend}.routes"
     try:
         tables: dict[str, Routes[Any, Any]] = importlib.import_module(name).ROUTES
     except ModuleNotFoundError as err:
-        # families without a choice have one module, or none of this name
+        # families without routes have a single module for the backend, or none
         if err.name is None or not name.startswith(err.name):
             raise
         return None
     return tables.get(op.name)
 
 
-def is_rerouted() -> bool:
-    """Whether tables are asked for something else than the usual way through them."""
-    return _asked.get() is not None
-
-
 @contextmanager
-def leaving_out(names: frozenset[str]) -> Iterator[None]:
-    """Take no route of these names inside the block, whatever its table."""
-    token = _asked.set(lambda table, call: table.first(call, names).run(call))
+def without_routes(names: frozenset[str]) -> Iterator[None]:
+    """Exclude the routes of these names from all tables inside the block."""
+    token = _override.set(lambda table, call: table.first(call, names).run(call))
     try:
-        yield
+        with without_call_cache():
+            yield
     finally:
-        _asked.reset(token)
+        _override.reset(token)
 
 
-def verdict_of(op: Op, backend: str, arguments: dict[str, Any], without: frozenset[str] = NONE) -> Verdict | None:
-    """What an op's table says of a call; None where there is no table, or nothing to do."""
+def explain_call(op: Op, backend: str, arguments: dict[str, Any], without: frozenset[str] = NONE) -> Explanation | None:
+    """Explain a call of an op; return None where it has no route table, or nothing to do."""
     kernel = op.kernel(backend)
     if kernel is None or routes_of(op, backend) is None:
         return None
 
-    def tell(table: Routes[Any, Any], call: Any) -> NoReturn:
-        raise _Told(table.explain(call, without))
+    def explain(table: Routes[Any, Any], call: Any) -> NoReturn:
+        raise _Explained(table.explain(call, without))
 
-    token = _asked.set(tell)
+    token = _override.set(explain)
     try:
-        kernel(**arguments)
-    except _Told as told:
-        return told.verdict
+        with without_call_cache():
+            kernel(**arguments)
+    except _Explained as explained:
+        return explained.verdict
     except Declined as reason:
-        return Verdict(None, (("every kernel", str(reason)),))
+        return Explanation(None, (("every kernel", str(reason)),))
     finally:
-        _asked.reset(token)
+        _override.reset(token)
     return None

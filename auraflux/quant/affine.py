@@ -7,15 +7,15 @@ from auraflux.quant.packing import pack
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (32, 64, 128)
-HELD_GROUPS = (16, *GROUPS)  # with those of Q2_K, which nothing is rounded to
+STORED_GROUPS = (16, *GROUPS)  # Q2_K of GGUF has groups of 16; `quantize` does not write them
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def encode(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Find codes, scales and biases, to the bit those of mlx.core.quantize.
+    """Quantize a weight, bit-identical to mlx.core.quantize.
 
-    The end of the range that is larger in size is met exactly: it becomes the bias, and the scale is adjusted so that zero
-    falls on a code.
+    The end of the range with the larger magnitude is represented exactly: it becomes the bias, and the scale is adjusted so
+    that zero falls on a code.
 
     weight  [..., K]
     returns packed [..., K*bits/32] int32, scales and biases [..., K/group] in weight's dtype
@@ -28,15 +28,15 @@ def encode(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tenso
     step = ((high - low) / steps).clamp_min(1e-7)
     step = torch.where(below, step, -step)
     zero_code = torch.round(edge / step)
-    reaches = zero_code != 0
-    scale = torch.where(reaches, edge / torch.where(reaches, zero_code, 1.0), step)
-    bias = torch.where(reaches, edge, 0.0)
+    has_zero = zero_code != 0
+    scale = torch.where(has_zero, edge / torch.where(has_zero, zero_code, 1.0), step)
+    bias = torch.where(has_zero, edge, 0.0)
     codes = torch.round((groups - bias[..., None]) / scale[..., None]).clamp(0, steps)
     return pack(codes.flatten(-2), bits), scale.to(weight.dtype), bias.to(weight.dtype)
 
 
 def decode(codes: Tensor, scales: Tensor, biases: Tensor, dtype: torch.dtype) -> Tensor:
-    """Give code * scale + bias, computed in `dtype` as mlx does.
+    """Return code * scale + bias, computed in `dtype` as mlx does.
 
     codes   [..., K] uint8, scales, biases [..., K/group]
     returns [..., K]

@@ -1,32 +1,34 @@
-"""FP8: eight-bit floats (e4m3: sign, four bits of exponent, three of mantissa) and float32 scales.
+"""FP8: e4m3 codes and float32 scales.
 
-A weight is code * scale, rounded to float32 once: that is what files with block, row or tensor scales mean by it.
+A weight is code * scale, rounded to float32 once, as files with block, row or tensor scales define it.
 """
 
 import torch
 from torch import Tensor
 
 from auraflux.errors import FormatError
-from auraflux.quant.grouped import held_group, owners_of
+from auraflux.quant.grouped import group_indexes, kernel_group
 from auraflux.quant.qtensor import QTensor
 
-NOT_A_NUMBER = 0x7F  # of a code without its sign
+NAN_CODE = 0x7F  # sign bit cleared
 
 
 def from_blocks(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> QTensor | Tensor:
-    """Give code * scale: as codes, or in float32 where no group of the kernels has one scale.
+    """Return code * scale as a QTensor, or in float32 where scale blocks match no kernel group size.
 
     codes   float8_e4m3fn [N, K]
     scales  float32 [ceil(N/R), ceil(K/C)], one for each block of R rows and C inputs
     """
     octets = codes.contiguous().view(torch.uint8)
-    if bool((octets & NOT_A_NUMBER == NOT_A_NUMBER).any()):
-        raise FormatError("some of its codes are not numbers.")
+    if bool((octets & NAN_CODE == NAN_CODE).any()):
+        raise FormatError("some of its codes are NaN.")
     if not bool(torch.isfinite(scales).all()):
         raise FormatError("some of its scales are not finite.")
     rows, width = codes.shape
-    of_row, of_input = owners_of(rows, block[0]), owners_of(width, block[1])
-    group = held_group(of_input)
+    row_block, input_block = group_indexes(rows, block[0]), group_indexes(width, block[1])
+    group = kernel_group(input_block)
     if group is None:
-        return codes.float() * scales[of_row][:, of_input]
-    return QTensor(octets.view(torch.int32), scales[of_row][:, of_input[::group]].contiguous(), None, 8, group, (rows, width))
+        return codes.float() * scales[row_block][:, input_block]
+    return QTensor(
+        octets.view(torch.int32), scales[row_block][:, input_block[::group]].contiguous(), None, 8, group, (rows, width)
+    )

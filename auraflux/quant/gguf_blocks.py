@@ -1,10 +1,9 @@
 """GGUF's block types as `QTensor`s.
 
 A block is a few bytes of scales followed by the codes of 32 or 256 weights. Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K and Q5_K are
-code * scale + bias in groups of 32, Q2_K is in groups of 16, TQ1_0 and TQ2_0 are in groups of 128, and MXFP4 is what it is
-elsewhere. Q3_K, Q6_K, IQ4_NL and IQ4_XS are level * scale (`levels.py`). Blocks of 256 whose groups have scales of a few bits
-stay super-blocks (`super_blocks.py`). Only the bytes have to be put in another order, and all values stay what they were. Other
-types are rounded.
+code * scale + bias in groups of 32, Q2_K in groups of 16, TQ1_0 and TQ2_0 in groups of 128; MXFP4 is the usual format. Q3_K,
+Q6_K, IQ4_NL and IQ4_XS are level * scale (`levels.py`). Blocks of 256 with low-bit group scales stay super-blocks
+(`super_blocks.py`). The conversion only reorders bytes: all values are exact. Other types are requantized.
 """
 
 import os
@@ -23,7 +22,7 @@ from auraflux.quant.qtensor import QTensor
 
 GROUP = 32
 REQUANTIZED_BITS = 8
-# weights that are rearranged at a time: what they need besides input and output stays in the processor's cache
+# weights that are rearranged at a time: temporaries fit the CPU cache
 CHUNK = 1 << 19
 
 Array = NDArray[Any]
@@ -31,20 +30,20 @@ Parts = tuple[Array, Array, Array | None]  # codes, scales (or words of super-bl
 
 
 class Layout(NamedTuple):
-    """How the blocks of a type lie in a file, and how they are taken apart.
+    """The layout of a block type in a file, and the function that splits its blocks.
 
-    record  the fields of one block
-    bits    of a code
-    size    weights in a block
-    part    blocks -> codes as bytes [n, size*bits/8], scales and biases [n, size/group]; words [n, words] of super-blocks
-    group   weights that share a scale
+    record      fields of one block
+    bits        of a code
+    size        weights in a block
+    split       blocks -> codes as bytes [n, size*bits/8], scales and biases [n, size/group]; words [n, words] of super-blocks
+    group       weights that share a scale
     scale_bits  of a group's scale and bias in memory
     """
 
     record: np.dtype
     bits: int
     size: int
-    part: Callable[[Array], Parts]
+    split: Callable[[Array], Parts]
     group: int = GROUP
     scale_bits: int = 32
 
@@ -54,7 +53,7 @@ def _record(**fields: str) -> np.dtype:
 
 
 def _split_nibbles(octets: Array) -> tuple[Array, Array]:
-    """Of each two bytes the low nibbles as one byte, and the high nibbles: [n] records -> twice [n, bytes/2]."""
+    """Pack the low nibbles of each two bytes into one, and the high nibbles: [n] records -> twice [n, bytes/2]."""
     pairs = np.ascontiguousarray(octets).view(np.uint16).reshape(len(octets), -1)
     high = pairs >> np.uint16(4)
     high &= np.uint16(0x0F0F)
@@ -65,7 +64,7 @@ def _split_nibbles(octets: Array) -> tuple[Array, Array]:
 
 
 def _nibbles(blocks: Array) -> Array:
-    """Codes of four bits in order: the low nibbles of 16 bytes are the first 16 weights, the high nibbles the others."""
+    """Return 4-bit codes in order: the low nibbles of 16 bytes are the first 16 weights, the high nibbles the others."""
     codes = np.empty((len(blocks), 2), np.uint64)
     for half, octets in enumerate(_split_nibbles(blocks["codes"])):
         codes[:, half] = octets.view(np.uint64)[:, 0]
@@ -73,7 +72,7 @@ def _nibbles(blocks: Array) -> Array:
 
 
 def _stream(codes: Array, bits: int) -> Array:
-    """Codes one after the other without gaps: uint8 [n, weights] -> uint8 [n, weights*bits/8]."""
+    """Pack codes into a bit stream without gaps: uint8 [n, weights] -> uint8 [n, weights*bits/8]."""
     eights = codes.reshape(-1, 8)
     words = eights[:, 7].astype(np.uint64)
     for i in range(6, -1, -1):
@@ -87,21 +86,21 @@ def _octets(blocks: Array, field: str, *shape: int) -> Array:
 
 
 def _fields(octets: Array, bits: int) -> Array:
-    """Fields of so many bits: the lowest of a row of bytes, then those above them; [n, rows, m] -> [n, weights]."""
+    """Extract fields of `bits` bits: the lowest of a row of bytes, then those above them; [n, rows, m] -> [n, weights]."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return (octets[:, :, None] >> shifts & np.uint8(2**bits - 1)).reshape(len(octets), -1)
 
 
 def _unpacked(blocks: Array) -> Array:
-    """The low bits of 32 codes as bytes, [n, 32]."""
+    """Return the low four bits of 32 codes as bytes, [n, 32]."""
     return _fields(_octets(blocks, "codes", 1, 16), 4)
 
 
 def _centred(blocks: Array, zero: int) -> tuple[Array, Array]:
-    """Scale and bias of a type whose code `zero` stands for zero; in half precision where the product is finite."""
+    """Return scale and bias of a type whose code `zero` is 0; in half precision where the product is finite."""
     scales: Array = np.ascontiguousarray(blocks["scale"])[:, None]
     biases: Array = scales * np.float16(-zero)
-    # scaling up by a power of two is exact in any case but this
+    # scaling by a power of two is exact unless it overflows
     if not np.isfinite(biases).all():
         scales = scales.astype(np.float32)
         biases = scales * np.float32(-zero)
@@ -142,19 +141,19 @@ def _mxfp4(blocks: Array) -> Parts:
 
 
 def _words(blocks: Array, steps: Array) -> Array:
-    """Super-blocks with biases: scale and bias in half precision, then the steps, bytes [n, m]."""
+    """Return words of super-blocks with biases: scale and bias in half precision, then the steps, bytes [n, m]."""
     ends = np.stack([blocks["scale"], -blocks["least"]], 1)
     return np.concatenate([ends.view(np.int32), np.ascontiguousarray(steps).view(np.int32)], 1)
 
 
 def _level_words(blocks: Array, steps: Array) -> Array:
-    """Super-blocks without: the scale in single precision, then the steps, int8 [n, m]."""
+    """Return words of super-blocks without biases: the scale in single precision, then the steps, int8 [n, m]."""
     scale = blocks["scale"].astype(np.float32)[:, None]
     return np.concatenate([scale.view(np.int32), (steps.view(np.uint8) ^ np.uint8(super_blocks.ZERO)).view(np.int32)], 1)
 
 
 def _k_words(blocks: Array) -> Array:
-    """Those of eight groups of 32, with steps of six bits."""
+    """Return words of super-blocks of eight groups of 32, with 6-bit steps."""
     steps = quants.Q4_K.get_scale_min(np.ascontiguousarray(blocks["steps"]).view(np.uint8).reshape(-1, 12))
     return _words(blocks, np.concatenate(steps, 1))
 
@@ -191,13 +190,13 @@ def _q2_k(blocks: Array) -> Parts:
 
 
 def _ternary(blocks: Array, codes: Array) -> Parts:
-    """Codes less one times the scale of a block, which two groups share."""
+    """Split ternary blocks: (code - 1) * scale, with one scale for two groups."""
     scales, biases = (np.repeat(each, 2, axis=1) for each in _centred(blocks, 1))
     return _stream(codes, 2), scales, biases
 
 
 def _threes(octets: Array, count: int) -> Array:
-    """Digits of bytes to the base 3, as many as asked for, which lie at the top: [n, m] -> [n, count * m]."""
+    """Extract the `count` highest base-3 digits of bytes: [n, m] -> [n, count * m]."""
     rest = octets[:, None] * (np.uint8(3) ** np.arange(count, dtype=np.uint8))[:, None]
     return (rest.astype(np.uint16) * np.uint16(3) >> np.uint16(8)).astype(np.uint8).reshape(len(octets), -1)
 
@@ -243,36 +242,36 @@ LAYOUTS = {
     "MXFP4": Layout(_record(scale="u1", codes="V16"), 4, 32, _mxfp4, scale_bits=8),
 }
 
-# types that MLX has no format for
+# types without an MLX format
 NOT_IN_MLX = {"Q6_K", "Q3_K", "Q2_K", "IQ4_NL", "IQ4_XS"}
 
 
 def from_blocks(octets: Array, kind: str) -> QTensor:
-    """Give the weight that blocks of a type stand for; exactly, if the type is in `LAYOUTS`.
+    """Convert blocks of a type to a QTensor; exactly, if the type is in `LAYOUTS`.
 
-    octets  uint8 [N, bytes] or [E, N, bytes], rows of whole blocks
+    octets  uint8 [N, bytes] or [E, N, bytes], rows of full blocks
     """
     if kind not in LAYOUTS:
-        return _requantized(octets, kind)
+        return _requantize(octets, kind)
     layout = LAYOUTS[kind]
     blocks = np.ascontiguousarray(octets).reshape(-1).view(layout.record)
     step = CHUNK // layout.size
-    parts = (layout.part(blocks[i : i + step]) for i in range(0, len(blocks), step))
+    parts = (layout.split(blocks[i : i + step]) for i in range(0, len(blocks), step))
     width = octets.shape[-1] // layout.record.itemsize * layout.size
-    # scales that are not numbers give weights that are none
+    # NaN and infinite scales give NaN weights
     with np.errstate(over="ignore", invalid="ignore"):
         return _tensor(parts, len(blocks), layout.bits, layout.group, (*octets.shape[:-1], width))
 
 
 def _tensor(parts: Iterable[Parts], count: int, bits: int, group: int, shape: tuple[int, ...]) -> QTensor:
-    """A weight of consecutive blocks, `count` of them. Should some of their scales need single precision, all get it."""
+    """Make a QTensor of `count` consecutive blocks; if some of their scales need single precision, all get it."""
     arrays: list[Array] = []
     start = 0
     for part in parts:
-        there = [array for array in part if array is not None]
-        arrays = arrays or [np.empty((count, *array.shape[1:]), array.dtype) for array in there]
-        end = start + len(there[0])
-        for i, array in enumerate(there):
+        present = [array for array in part if array is not None]
+        arrays = arrays or [np.empty((count, *array.shape[1:]), array.dtype) for array in present]
+        end = start + len(present[0])
+        for i, array in enumerate(present):
             if array.dtype.itemsize > arrays[i].dtype.itemsize:
                 arrays[i] = arrays[i].astype(array.dtype)
             arrays[i][start:end] = array
@@ -288,9 +287,9 @@ def requantized_group(width: int) -> int:
 
 
 def to_dense(octets: Array, kind: str) -> NDArray[np.float32]:
-    """The plain numbers that blocks of a type stand for."""
+    """Dequantize blocks of a type to float32."""
     try:
-        # scales that are not numbers give weights that are none
+        # NaN and infinite scales give NaN weights
         with np.errstate(over="ignore", invalid="ignore"):
             return quants.dequantize(octets, GGMLQuantizationType[kind])
     except NotImplementedError as err:
@@ -298,24 +297,24 @@ def to_dense(octets: Array, kind: str) -> NDArray[np.float32]:
         raise FormatError(f"weights of GGUF type {kind} cannot be decoded. Types that can, among others: {known}.") from err
 
 
-def _requantized(octets: Array, kind: str) -> QTensor:
-    """Decode blocks, and round what they stand for to 8 bits."""
+def _requantize(octets: Array, kind: str) -> QTensor:
+    """Dequantize blocks and quantize them again to 8 bits."""
     rows = octets.reshape(-1, octets.shape[-1])
     width = quants.quant_shape_from_byte_shape(rows.shape, GGMLQuantizationType[kind])[-1]
     group, step = requantized_group(width), max(1, CHUNK // width)
 
     def part(first: int) -> Parts:
         with np.errstate(over="ignore", invalid="ignore"):
-            return _rounded(to_dense(rows[first : first + step], kind).reshape(-1, group))
+            return _quantize_8bit(to_dense(rows[first : first + step], kind).reshape(-1, group))
 
-    # the package decodes 35 million weights a second on one core, and numpy lets other threads run meanwhile
+    # threads: the gguf package decodes 35 million weights a second per core, and numpy releases the GIL
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         parts = pool.map(part, range(0, len(rows), step))
         return _tensor(parts, len(rows) * width // group, REQUANTIZED_BITS, group, (*octets.shape[:-1], width))
 
 
-def _rounded(groups: NDArray[np.float32]) -> Parts:
-    """Spread 256 levels evenly from the least to the greatest of each group."""
+def _quantize_8bit(groups: NDArray[np.float32]) -> Parts:
+    """Quantize groups to 256 even steps from their minimum to their maximum."""
     least = groups.min(1, keepdims=True)
     scales = (groups.max(1, keepdims=True) - least) / np.float32(255)
     codes = (groups - least) / np.where(scales > 0, scales, np.float32(1))
@@ -323,7 +322,7 @@ def _rounded(groups: NDArray[np.float32]) -> Parts:
 
 
 def memory_bits(kind: str, width: int) -> float:
-    """Bits that a weight of a type takes once it is a QTensor, with its share of scales and biases."""
+    """Return the bits per weight of a type as a QTensor, scales and biases included."""
     if kind not in LAYOUTS:
         return REQUANTIZED_BITS + 64 / requantized_group(width)
     layout = LAYOUTS[kind]

@@ -1,8 +1,8 @@
-"""Formats in which a weight is level * scale: few levels, one float32 scale for each group, no bias.
+"""Codebook formats: a weight is level * scale, with one float32 scale per group and no bias.
 
 centred  code - 2**(bits - 1), at 3 bits (Q3_K of GGUF) and 6 (Q6_K), in groups of 16
-iq4      sixteen levels that lie closer together near zero (IQ4_NL, IQ4_XS), in groups of 32
-nvfp4    the sixteen of MXFP4, in groups of 16
+iq4      16 non-uniform levels (IQ4_NL, IQ4_XS), in groups of 32
+nvfp4    the 16 levels of MXFP4, in groups of 16
 """
 
 import torch
@@ -18,14 +18,14 @@ KINDS = ("centred", *FOUR_BITS)
 
 
 def levels(kind: str, bits: int, device: torch.device | str = "cpu") -> Tensor:
-    """What each code stands for before its group's scale."""
+    """Return the level of each code, before its group's scale."""
     if kind in FOUR_BITS:
         return FOUR_BITS[kind].to(device)
     return torch.arange(2.0**bits, device=device) - 2 ** (bits - 1)
 
 
 def encode(weight: Tensor, kind: str, bits: int, group: int) -> tuple[Tensor, Tensor]:
-    """Round to the nearest levels, the largest of a group to the largest one.
+    """Round a weight to the nearest levels, the largest magnitude of a group to the largest level.
 
     weight  [..., K]
     returns packed [..., K*bits/32] int32, scales [..., K/group] float32
@@ -35,14 +35,14 @@ def encode(weight: Tensor, kind: str, bits: int, group: int) -> tuple[Tensor, Te
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     scales = largest / found[found.abs().argmax()]
     ordered = found.unique()
-    places = torch.bucketize(groups / torch.where(scales == 0, 1.0, scales), (ordered[1:] + ordered[:-1]) / 2)
-    # two codes may stand for zero: the first is taken
-    codes = (ordered[:, None] == found).int().argmax(1)[places]
+    nearest = torch.bucketize(groups / torch.where(scales == 0, 1.0, scales), (ordered[1:] + ordered[:-1]) / 2)
+    # of two codes for zero, the first is used
+    codes = (ordered[:, None] == found).int().argmax(1)[nearest]
     return pack(codes.flatten(-2), bits), scales[..., 0].contiguous()
 
 
 def decode(codes: Tensor, scales: Tensor, kind: str, bits: int, dtype: torch.dtype) -> Tensor:
-    """Give level * scale, rounded to float32 once.
+    """Return level * scale, rounded to float32 once.
 
     codes   [..., K] uint8, scales [..., K/group]
     returns [..., K]

@@ -1,4 +1,4 @@
-"""MXFP4: 32 values of four bits (sign, two bits of exponent, one of mantissa) share one power of two."""
+"""MXFP4: e2m1 codes, and one power-of-two scale for each 32 of them."""
 
 import torch
 from torch import Tensor
@@ -7,19 +7,19 @@ from auraflux.quant.packing import pack
 
 BITS, GROUP = 4, 32
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# halfway between magnitudes; what lies exactly there takes the smaller one
+# halfway between magnitudes; ties round to the smaller one
 THRESHOLDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 EXPONENT_BIAS = 127
 
 
 def levels(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
-    """The sixteen values a code stands for, before its group's scale."""
+    """Return the 16 values of codes, before the group's scale."""
     positive = torch.tensor(MAGNITUDES, dtype=dtype, device=device)
     return torch.cat([positive, -positive])
 
 
 def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Find codes and shared exponents, to the bit those of mlx.core.quantize(mode="mxfp4").
+    """Quantize a weight, bit-identical to mlx.core.quantize(mode="mxfp4").
 
     weight  [..., K]
     returns packed [..., K/8] int32, scales [..., K/32] uint8 (exponent + 127)
@@ -38,13 +38,13 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_values(scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """2 ** (scale - 127); the byte 255 stands for NaN."""
+    """Return 2 ** (scale - 127); 255 is NaN."""
     value = torch.exp2(scales.float() - EXPONENT_BIAS)
     return torch.where(scales == 255, torch.nan, value).to(dtype)
 
 
 def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Give level * 2**exponent.
+    """Return level * 2**exponent.
 
     codes   [..., K] uint8, scales [..., K/32] uint8
     returns [..., K]

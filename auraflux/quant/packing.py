@@ -1,11 +1,11 @@
 """Codes in 32-bit words: a continuous little-endian bit stream along the last axis.
 
-Code i of a row takes bits [i*bits, (i+1)*bits). With 2, 4 and 8 bits a word holds whole codes; with 3, 5 and 6 a code may
-begin in one word and end in the next. Words are int32 here: only their bits matter, and torch can shift them.
+Code i of a row takes bits [i*bits, (i+1)*bits). With 2, 4 and 8 bits no code crosses a word boundary; with 3, 5 and 6 a code
+may begin in one word and end in the next. Words are int32: only their bits matter, and torch can shift them.
 
-Where rows lie side by side (`QTensor.lanes`) no code of 3, 5 or 6 bits lies across words: those of a chunk are in the same
-words, but byte c of these holds bits of codes c, c + 4, c + 8 … only. `PLACES` says where, so that one mask, or a shift or two,
-takes as many codes out as a vector has bytes.
+In the lane layout (`QTensor.lanes`) no code of 3, 5 or 6 bits crosses bytes of different codes: byte c of a chunk's words holds
+bits of codes c, c + 4, c + 8 … only. `LANE_FIELDS` gives their positions, so that one mask, or a shift or two, extracts as many
+codes as a vector has bytes.
 """
 
 from collections.abc import Callable
@@ -15,40 +15,40 @@ import torch
 from torch import Tensor
 
 CHUNK = 32  # codes; they fill exactly `bits` words
-SLAB = 1 << 18  # words that are rearranged at a time: what they need besides input and output stays in the processor's cache
+SLAB = 1 << 18  # words that are rearranged at a time: temporaries fit the CPU cache
 
 
-class Piece(NamedTuple):
-    """Adjacent bits of a code: in which word of its chunk, the lowest of them in a byte, and how many."""
+class BitField(NamedTuple):
+    """Adjacent bits of a code: the word of its chunk, the lowest bit within a byte, and the number of bits."""
 
     word: int
     low: int
     size: int
 
 
-def _whole(words: range, bits: int, low: int = 0) -> list[tuple[Piece, ...]]:
-    return [(Piece(word, low, bits),) for word in words]
+def _one_field(words: range, bits: int, low: int = 0) -> list[tuple[BitField, ...]]:
+    return [(BitField(word, low, bits),) for word in words]
 
 
-# bits -> for each four of the 32 codes of a chunk, one in each byte of a word, their pieces from the highest bits down.
-# As many codes as fit are whole; the bits above them make the others
-PLACES: dict[int, tuple[tuple[Piece, ...], ...]] = {
+# bits -> for each four of the 32 codes of a chunk, one in each byte of a word, their fields from the highest bits down.
+# As many codes as fit have one field; the remaining bits of bytes hold the others
+LANE_FIELDS: dict[int, tuple[tuple[BitField, ...], ...]] = {
     3: (
-        *(whole for word in range(3) for low in (0, 3) for whole in _whole(range(word, word + 1), 3, low)),
-        (Piece(0, 6, 2), Piece(1, 7, 1)),
-        (Piece(2, 6, 2), Piece(1, 6, 1)),
+        *(field for word in range(3) for low in (0, 3) for field in _one_field(range(word, word + 1), 3, low)),
+        (BitField(0, 6, 2), BitField(1, 7, 1)),
+        (BitField(2, 6, 2), BitField(1, 6, 1)),
     ),
     5: (
-        *_whole(range(5), 5),
-        (Piece(0, 5, 3), Piece(1, 6, 2)),
-        (Piece(2, 5, 3), Piece(3, 6, 2)),
-        (Piece(4, 5, 3), Piece(1, 5, 1), Piece(3, 5, 1)),
+        *_one_field(range(5), 5),
+        (BitField(0, 5, 3), BitField(1, 6, 2)),
+        (BitField(2, 5, 3), BitField(3, 6, 2)),
+        (BitField(4, 5, 3), BitField(1, 5, 1), BitField(3, 5, 1)),
     ),
     6: (
-        *_whole(range(3), 6),
-        tuple(Piece(word, 6, 2) for word in range(3)),
-        *_whole(range(3, 6), 6),
-        tuple(Piece(word, 6, 2) for word in range(3, 6)),
+        *_one_field(range(3), 6),
+        tuple(BitField(word, 6, 2) for word in range(3)),
+        *_one_field(range(3, 6), 6),
+        tuple(BitField(word, 6, 2) for word in range(3, 6)),
     ),
 }
 
@@ -66,7 +66,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Give the codes of packed words.
+    """Unpack words to codes.
 
     words   [..., W]           int32, W a multiple of `bits`
     returns [..., W*32/bits]   uint8
@@ -82,17 +82,17 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     return codes.flatten(-2)
 
 
-def placed(words: Tensor, bits: int) -> Tensor:
-    """Move codes to their `PLACES`; words whose codes have none are given as they are.
+def to_lane_layout(words: Tensor, bits: int) -> Tensor:
+    """Rearrange codes of 3, 5 and 6 bits to the lane layout; return words of other widths unchanged.
 
     words  int32 [..., W], W a multiple of `bits`
     """
-    return _by_slabs(words, bits, _place) if bits in PLACES else words
+    return _by_slabs(words, bits, _to_lanes) if bits in LANE_FIELDS else words
 
 
-def unplaced(words: Tensor, bits: int) -> Tensor:
-    """Undo `placed`."""
-    return _by_slabs(words, bits, _unplace) if bits in PLACES else words
+def from_lane_layout(words: Tensor, bits: int) -> Tensor:
+    """Undo `to_lane_layout`."""
+    return _by_slabs(words, bits, _from_lanes) if bits in LANE_FIELDS else words
 
 
 def _by_slabs(words: Tensor, bits: int, change: Callable[[Tensor, int], Tensor]) -> Tensor:
@@ -105,41 +105,41 @@ def _by_slabs(words: Tensor, bits: int, change: Callable[[Tensor, int], Tensor])
     return out
 
 
-def _place(chunks: Tensor, bits: int) -> Tensor:
-    """[bits, N] words of streams -> as many with codes in their places."""
+def _to_lanes(chunks: Tensor, bits: int) -> Tensor:
+    """Rearrange words of bit streams, [bits, N], to the lane layout."""
     made = torch.zeros_like(chunks)
-    for number, pieces in enumerate(PLACES[bits]):
-        codes, left = _four(chunks, bits, number), bits
-        for piece in pieces:
-            left -= piece.size
-            made[piece.word] |= _moved(codes & _bytes(piece.size, left) if len(pieces) > 1 else codes, piece.low - left)
+    for number, fields in enumerate(LANE_FIELDS[bits]):
+        codes, left = _take_four(chunks, bits, number), bits
+        for field in fields:
+            left -= field.size
+            made[field.word] |= _shift(codes & _byte_mask(field.size, left) if len(fields) > 1 else codes, field.low - left)
     return made
 
 
-def _unplace(chunks: Tensor, bits: int) -> Tensor:
+def _from_lanes(chunks: Tensor, bits: int) -> Tensor:
     made = torch.zeros_like(chunks)
-    for number, pieces in enumerate(PLACES[bits]):
+    for number, fields in enumerate(LANE_FIELDS[bits]):
         codes, left = torch.zeros_like(chunks[0]), bits
-        for piece in pieces:
-            left -= piece.size
-            codes |= _moved(chunks[piece.word] & _bytes(piece.size, piece.low), left - piece.low)
+        for field in fields:
+            left -= field.size
+            codes |= _shift(chunks[field.word] & _byte_mask(field.size, field.low), left - field.low)
         _put_four(made, bits, number, codes)
     return made
 
 
-def _bytes(count: int, low: int) -> int:
-    """So many bits of every byte of a word, as int32."""
+def _byte_mask(count: int, low: int) -> int:
+    """Return a mask of `count` bits of every byte of a word, as int32."""
     mask = (2**count - 1 << low) * 0x01010101
     return mask - (mask >> 31 << 32)
 
 
-def _moved(words: Tensor, by: int) -> Tensor:
-    """Words shifted to the left, or to the right where less than 0; no set bit leaves its byte."""
-    return words << by if by >= 0 else words >> -by & _bytes(8 + by, 0)
+def _shift(words: Tensor, by: int) -> Tensor:
+    """Shift words left, or right where `by` is negative; no set bit leaves its byte."""
+    return words << by if by >= 0 else words >> -by & _byte_mask(8 + by, 0)
 
 
-def _four(chunks: Tensor, bits: int, number: int) -> Tensor:
-    """Four adjacent codes of a stream, one in each byte."""
+def _take_four(chunks: Tensor, bits: int, number: int) -> Tensor:
+    """Extract four adjacent codes of a stream, one in each byte."""
     word, shift = divmod(4 * bits * number, 32)
     field = chunks[word] >> shift
     if shift + 4 * bits > 32:
@@ -150,7 +150,7 @@ def _four(chunks: Tensor, bits: int, number: int) -> Tensor:
 
 
 def _put_four(chunks: Tensor, bits: int, number: int, codes: Tensor) -> None:
-    """Undo `_four`, in words that are 0 there."""
+    """Undo `_take_four`, in words that are 0 there."""
     pair, one = 2 ** (2 * bits) - 1, 2**bits - 1
     field = codes & one * 0x10001 | codes >> 8 - bits & (one << bits) * 0x10001
     field = field & pair | field >> 16 - 2 * bits & pair << 2 * bits

@@ -1,11 +1,11 @@
-"""`QTensor`: a weight matrix held as codes.
+"""`QTensor`: a quantized weight matrix.
 
-`packed`, `scales` and `biases` are the arrays of MLX's format, with the rows of the matrix in their natural order (`lanes` 1)
-or with `lanes` rows side by side: then element i of each of those rows lies in adjacent memory, so that one vector load of the
-CPU kernels meets as many rows as the vector has 32-bit lanes. The words are the same, transposed within blocks of rows; but
-codes of 3, 5 and 6 bits are then in other places of their words, see `packing.py`.
+`packed`, `scales` and `biases` are the arrays of MLX's format, row-major (`lanes` 1) or with `lanes` rows interleaved: then
+element i of each of these rows is in adjacent memory, so that one vector load of the CPU kernels covers as many rows as the
+vector has 32-bit lanes. The words are transposed within blocks of rows; codes of 3, 5 and 6 bits are also rearranged within
+their words, see `packing.py`.
 
-Formats in super-blocks (`super_blocks.py`) have words in place of scales and biases. `widened` writes these out.
+Super-block formats (`super_blocks.py`) have words in place of scales and biases; `expand_scales` computes these.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import FormatError
-from auraflux.kinds import check_fields
 from auraflux.quant import affine, levels, mxfp4, super_blocks
-from auraflux.quant.packing import CHUNK, placed, unpack, unplaced
+from auraflux.quant.packing import CHUNK, from_lane_layout, to_lane_layout, unpack
+from auraflux.validation import check_fields
 
 CODES = torch.float8_e4m3fn
 
 
 class Unbiased(NamedTuple):
-    """A format without biases: how it is called in words, its scales' dtype, its bits and its groups of inputs."""
+    """A format without biases: its name in messages, the dtype of its scales, its bits and its group sizes."""
 
     title: str
     scales: torch.dtype
@@ -49,11 +49,11 @@ NOT_IN_MLX = ("fp8", *levels.KINDS)
 class QTensor:
     """A quantized weight [N, K], or a stack of them [E, N, K].
 
-    packed   int32 [..., N, K*bits/32]; with lanes [..., N/lanes, K*bits/32, lanes], N rounded up to whole blocks
+    packed   int32 [..., N, K*bits/32]; with lanes [..., N/lanes, K*bits/32, lanes], N rounded up to full blocks
     scales   [..., N, K/group] or [..., N/lanes, K/group, lanes]; bf16, f16 or f32, for MXFP4 uint8 exponents, for other
              formats without biases f32; in super-blocks int32 words, fewer than groups
     biases   like scales; None for all formats but the affine one
-    shape    of the matrix or stack it stands for
+    shape    of the dequantized matrix or stack
     """
 
     packed: Tensor
@@ -66,20 +66,20 @@ class QTensor:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_format(self.bits, self.group, self.kind, affine.HELD_GROUPS)
+        check_format(self.bits, self.group, self.kind, affine.STORED_GROUPS)
         if len(self.shape) < 2 or self.lanes < 1:
             raise FormatError(f"a weight has rows and columns, not shape {list(self.shape)} in blocks of {self.lanes} rows.")
         *stack, rows, width = self.shape
-        if len(stack) > 1 or width % self.whole:
+        if len(stack) > 1 or width % self.column_block:
             raise FormatError(
-                f"a weight of shape {list(self.shape)} cannot be held in "
+                f"a weight of shape {list(self.shape)} cannot be stored in "
                 f"{'groups' if self.super_block is None else 'super-blocks'} of "
-                f"{self.group if self.super_block is None else self.whole} along its last axis."
+                f"{self.group if self.super_block is None else self.column_block} along its last axis."
             )
         if self.packed.dtype != torch.int32:
             raise FormatError(f"packed codes have dtype {self.packed.dtype}; int32 is needed (view uint32 words as int32).")
         if self.super_block is not None and self.packed.is_cuda:
-            raise FormatError(f"kernels of a GPU read no super-blocks; `widened` writes out the scales of this {self.kind}.")
+            raise FormatError(f"GPU kernels do not read super-blocks; call `expand_scales` on this {self.kind} weight.")
         dtypes = affine.SCALE_DTYPES if self.biases is not None else (torch.uint8, torch.float32, torch.int32)
         for name in ("scales", "biases"):
             tensor = getattr(self, name)
@@ -109,12 +109,12 @@ class QTensor:
 
     @cached_property
     def super_block(self) -> super_blocks.SuperBlock | None:
-        """The format's super-blocks, if it has any."""
+        """The super-block format; None for other formats."""
         return super_blocks.FORMATS.get(self.kind)
 
     @cached_property
-    def whole(self) -> int:
-        """Columns that cannot be cut apart."""
+    def column_block(self) -> int:
+        """Columns that cannot be split: a group, a packing chunk or a super-block."""
         return max(self.group, CHUNK) if self.super_block is None else super_blocks.SIZE
 
     @cached_property
@@ -127,15 +127,15 @@ class QTensor:
 
     @cached_property
     def format(self) -> tuple[int, int, int, torch.dtype | str]:
-        """What a kernel is compiled for: bits, group, how many rows lie side by side, the scales' dtype, or the kind."""
-        held = self.kind if self.kind in NOT_IN_MLX or self.super_block is not None else self.scales.dtype
-        return self.bits, self.group, self.lanes, held
+        """The format that a kernel is compiled for: bits, group, lanes, and the scales' dtype or the kind."""
+        scales = self.kind if self.kind in NOT_IN_MLX or self.super_block is not None else self.scales.dtype
+        return self.bits, self.group, self.lanes, scales
 
     @property
     def in_mlx(self) -> bool:
-        """Whether MLX has such a format; one in super-blocks once it is widened."""
-        plain = self.kind if self.super_block is None else self.super_block.plain
-        return plain not in NOT_IN_MLX and self.group in affine.GROUPS
+        """Return whether MLX has this format; super-blocks count as their expanded format."""
+        kind = self.kind if self.super_block is None else self.super_block.expanded
+        return kind not in NOT_IN_MLX and self.group in affine.GROUPS
 
     @property
     def nbytes(self) -> int:
@@ -150,85 +150,87 @@ class QTensor:
 
     @cached_property
     def addresses(self) -> tuple[int, int, int]:
-        """Where codes, scales and biases lie in memory; 0 for biases that are not there."""
+        """Addresses of codes, scales and biases; 0 without biases."""
         return self.packed.data_ptr(), self.scales.data_ptr(), 0 if self.biases is None else self.biases.data_ptr()
 
     def to(self, device: torch.device | str) -> "QTensor":
-        """The same weight elsewhere; widened where kernels do not read super-blocks."""
-        here = self.widened() if torch.device(device).type == "cuda" else self
+        """Return the weight on a device, with expanded scales on a GPU, whose kernels do not read super-blocks."""
+        here = self.expand_scales() if torch.device(device).type == "cuda" else self
         return here._map(lambda t: t.to(device))
 
-    def widened(self) -> "QTensor":
-        """The same weight with a float32 scale, and bias, for each group in place of super-blocks."""
+    def expand_scales(self) -> "QTensor":
+        """Return the weight with a float32 scale, and bias, per group in place of super-blocks."""
         if self.super_block is None:
             return self
-        # with rows side by side, words of one are apart
-        turned = (lambda t: t) if self.lanes == 1 else lambda t: t.transpose(-1, -2).contiguous()
-        scales, biases = super_blocks.widened(turned(self.scales), self.kind)
-        return replace(self, scales=turned(scales), biases=None if biases is None else turned(biases))
+        # interleaved rows are transposed, so that the words of a row are adjacent
+        by_rows = (lambda t: t) if self.lanes == 1 else lambda t: t.transpose(-1, -2).contiguous()
+        scales, biases = super_blocks.expand_scales(by_rows(self.scales), self.kind)
+        return replace(self, scales=by_rows(scales), biases=None if biases is None else by_rows(biases))
 
     def __getitem__(self, index: int) -> "QTensor":
-        """One matrix of a stack."""
+        """Return one matrix of a stack."""
         if len(self.shape) != 3:
             raise FormatError(f"only a stack of matrices can be indexed; this weight has shape {list(self.shape)}.")
         return self._map(lambda t: t[index], shape=self.shape[1:])
 
     def take(self, rows: Tensor) -> "QTensor":
-        """Some rows of the matrix, in their natural order."""
+        """Return some rows of the matrix, row-major."""
         if self.lanes == 1:
             return self._map(lambda t: t[rows], shape=(len(rows), self.shape[1]))
         block, lane = rows // self.lanes, rows % self.lanes
-        return self._map(lambda t: t[block, :, lane].contiguous(), shape=(len(rows), self.shape[1]), lanes=1)._in_order()
+        return self._map(lambda t: t[block, :, lane].contiguous(), shape=(len(rows), self.shape[1]), lanes=1)._from_lanes()
 
-    def moved(self, order: Tensor, span: int) -> "QTensor":
-        """The matrix with its columns, in runs of `span`, in another order."""
+    def permute_columns(self, order: Tensor, span: int) -> "QTensor":
+        """Return the matrix with its columns, in runs of `span`, in another order."""
         if self.lanes != 1 or span % self.group or span * self.bits % 32 or len(order) * span != self.shape[-1]:
-            raise FormatError(f"columns of {self!r} cannot be moved in runs of {span}.")
-        if span % self.whole and self.super_block is not None:
-            return self.widened().moved(order, span)
+            raise FormatError(f"columns of {self!r} cannot be permuted in runs of {span}.")
+        if span % self.column_block and self.super_block is not None:
+            return self.expand_scales().permute_columns(order, span)
         return self._map(lambda t: t.unflatten(-1, (len(order), -1))[..., order, :].flatten(-2))
 
-    def between(self, rows: range) -> "QTensor":
-        """Rows of a matrix that follow each other in their natural order."""
+    def row_range(self, rows: range) -> "QTensor":
+        """Return consecutive rows of a row-major matrix."""
         if len(self.shape) != 2 or self.lanes != 1:
-            raise FormatError(f"only a matrix with its rows in order can be cut; this is {self!r}.")
+            raise FormatError(f"only a row-major matrix can be sliced by rows; this is {self!r}.")
         return self._map(lambda t: t[rows.start : rows.stop], shape=(len(rows), self.shape[1]))
 
     def columns(self, wanted: range) -> "QTensor":
-        """Columns of a matrix whose rows are in their natural order, in whole groups; widened where super-blocks are cut."""
-        if self.super_block is not None and (wanted.start % self.whole or wanted.stop % self.whole):
-            return self.widened().columns(wanted)
-        whole = self.whole
-        if len(self.shape) != 2 or self.lanes != 1 or wanted.start % whole or wanted.stop % whole:
-            raise FormatError(f"columns {wanted.start} to {wanted.stop} of {self!r} cannot be taken without cutting a group.")
+        """Return columns of a row-major matrix in full groups, with expanded scales where super-blocks would be split."""
+        if self.super_block is not None and (wanted.start % self.column_block or wanted.stop % self.column_block):
+            return self.expand_scales().columns(wanted)
+        block = self.column_block
+        if len(self.shape) != 2 or self.lanes != 1 or wanted.start % block or wanted.stop % block:
+            raise FormatError(
+                f"columns {wanted.start} to {wanted.stop} of {self!r} cannot be sliced without splitting a group."
+            )
         width = self.shape[1]
 
-        def taken(t: Tensor) -> Tensor:
+        def sliced(t: Tensor) -> Tensor:
             return t[:, wanted.start * t.shape[1] // width : wanted.stop * t.shape[1] // width].contiguous()
 
-        return self._map(taken, shape=(self.shape[0], len(wanted)))
+        return self._map(sliced, shape=(self.shape[0], len(wanted)))
 
     def part(self, rows: slice) -> "QTensor":
-        """The same rows of every matrix of a stack whose rows are in their natural order."""
+        """Return the same rows of every matrix of a row-major stack."""
         if len(self.shape) != 3 or self.lanes != 1:
-            raise FormatError(f"only a stack of matrices with their rows in order has parts; this is {self!r}.")
+            raise FormatError(f"only a row-major stack of matrices can be sliced by rows; this is {self!r}.")
         count = len(range(*rows.indices(self.shape[1])))
         return self._map(lambda t: t[:, rows], shape=(self.shape[0], count, self.shape[2]))
 
-    def joined(self) -> "QTensor":
-        """The matrices of a stack whose rows are in their natural order, one below the other."""
+    def flatten_stack(self) -> "QTensor":
+        """Concatenate the matrices of a row-major stack along their rows."""
         if len(self.shape) != 3 or self.lanes != 1:
-            raise FormatError(f"only a stack of matrices with their rows in order can be joined; this is {self!r}.")
+            raise FormatError(f"only a row-major stack of matrices can be flattened; this is {self!r}.")
         return self._map(lambda t: t.flatten(0, 1), shape=(self.shape[0] * self.shape[1], self.shape[2]))
 
-    def stacked(self, count: int) -> "QTensor":
-        """A stack of so many matrices of this one's shape and format, not filled."""
+    def empty_stack(self, count: int) -> "QTensor":
+        """Return an uninitialised stack of `count` matrices of this shape and format."""
         return self._map(lambda t: t.new_empty(count, *t.shape), shape=(count, *self.shape))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The matrix or stack in plain numbers; by default in the scales' dtype (bf16 for MXFP4), as mlx gives it."""
+        """Return the matrix or stack as floats, by default in the scales' dtype (bf16 for MXFP4), as mlx does."""
         if self.super_block is not None:
-            return self.widened().dequantize(dtype)
+            return self.expand_scales().dequantize(dtype)
         rows = self.rows()
         if self.kind == "fp8":
             groups = rows.packed.contiguous().view(CODES).float().unflatten(-1, (-1, self.group))
@@ -241,42 +243,42 @@ class QTensor:
         return affine.decode(codes, rows.scales, rows.biases, dtype or rows.scales.dtype)
 
     def interleave(self, lanes: int) -> "QTensor":
-        """The same weight with `lanes` rows side by side; rows that fill the last block are zero."""
+        """Return the weight with `lanes` rows interleaved; rows that pad the last block are zero."""
         if lanes == self.lanes:
             return self
         if self.lanes != 1:
             return self.rows().interleave(lanes)
         missing = -self.shape[-2] % lanes
 
-        def turn(t: Tensor) -> Tensor:
+        def transpose(t: Tensor) -> Tensor:
             if missing:
                 t = torch.cat([t, t.new_zeros(*t.shape[:-2], missing, t.shape[-1])], -2)
             return t.unflatten(-2, (-1, lanes)).transpose(-1, -2).contiguous()
 
-        return replace(self, packed=placed(self.packed, self.bits))._map(turn, lanes=lanes)
+        return replace(self, packed=to_lane_layout(self.packed, self.bits))._map(transpose, lanes=lanes)
 
     def rows(self) -> "QTensor":
-        """The same weight with its rows one after the other, as MLX stores it."""
+        """Return the weight row-major, as MLX stores it."""
         if self.lanes == 1:
             return self
         count = self.shape[-2]
-        return self._map(lambda t: t.transpose(-1, -2).flatten(-3, -2)[..., :count, :].contiguous(), lanes=1)._in_order()
+        return self._map(lambda t: t.transpose(-1, -2).flatten(-3, -2)[..., :count, :].contiguous(), lanes=1)._from_lanes()
 
-    def _in_order(self) -> "QTensor":
-        """With codes that were in the places they have with rows side by side."""
-        return replace(self, packed=unplaced(self.packed, self.bits))
+    def _from_lanes(self) -> "QTensor":
+        """Return the weight with its codes moved back from the lane layout."""
+        return replace(self, packed=from_lane_layout(self.packed, self.bits))
 
     def _map(self, change: Callable[[Tensor], Tensor], **fields: Any) -> "QTensor":
         biases = None if self.biases is None else change(self.biases)
         return replace(self, packed=change(self.packed), scales=change(self.scales), biases=biases, **fields)
 
     def __repr__(self) -> str:
-        order = f", {self.lanes} rows side by side" if self.lanes > 1 else ""
+        order = f", {self.lanes} rows interleaved" if self.lanes > 1 else ""
         return f"QTensor({list(self.shape)}, {self.kind} {self.bits} bits, groups of {self.group}{order}, {self.device})"
 
 
 def check_format(bits: int, group: int, kind: str = "affine", groups: tuple[int, ...] = affine.GROUPS) -> None:
-    """Refuse a width or group size that the format does not have.
+    """Raise if a format does not have these bits and group size.
 
     groups  of the affine format
     """
@@ -284,36 +286,36 @@ def check_format(bits: int, group: int, kind: str = "affine", groups: tuple[int,
         if bits not in affine.BITS or group not in groups:
             raise FormatError(f"{bits} bits in groups of {group} is not a format. Bits: {affine.BITS}; groups: {groups}.")
     elif kind not in UNBIASED:
-        raise FormatError(f"there is no weight format {kind!r}. Those there are: {', '.join(KINDS)}.")
+        raise FormatError(f"there is no weight format {kind!r}. The formats are: {', '.join(KINDS)}.")
     elif bits not in UNBIASED[kind].bits or group not in UNBIASED[kind].groups:
         one = UNBIASED[kind]
         wanted = f"{' or '.join(map(str, one.bits))} bits and groups of {' or '.join(map(str, one.groups))}"
-        raise FormatError(f"{one.title} has {wanted}; {bits} bits and groups of {group} were asked for.")
+        raise FormatError(f"{one.title} has {wanted}; {bits} bits and groups of {group} were requested.")
 
 
 def _unbiased(scales: torch.dtype, bits: int, group: int) -> str:
-    """The format without biases that has such scales; one of several by its bits, then by its groups."""
+    """Return the format without biases that has scales of this dtype, these bits and this group size."""
     found = [kind for kind, one in UNBIASED.items() if one.scales == scales] or ["fp8"]
     found = [kind for kind in found if bits in UNBIASED[kind].bits] or found
     return next((kind for kind in found if group in UNBIASED[kind].groups), found[0])
 
 
 def scale_count(kind: str, width: int, group: int) -> int:
-    """Scales of a row of so many inputs, or words of its super-blocks."""
+    """Return the number of scales of a row of `width` inputs, or of words of its super-blocks."""
     found = super_blocks.FORMATS.get(kind)
     return width // group if found is None else width // super_blocks.SIZE * found.words
 
 
 def quantize(weight: Tensor, bits: int = 4, group: int | None = None, kind: str = "affine") -> QTensor:
-    """Round a dense weight to codes, exactly as mlx.core.quantize does; to FP8 with the largest of a group on its largest code.
+    """Quantize a dense weight, bit-identical to mlx.core.quantize; FP8 maps the largest of a group to the largest code.
 
-    weight  [N, K] or [E, N, K], float32, bfloat16 or float16; scales and biases keep its dtype; they are float32 in
-            formats that MLX has not
+    weight  [N, K] or [E, N, K], float32, bfloat16 or float16; scales and biases have its dtype, or float32 in formats
+            that MLX does not have
     """
     group = group or (mxfp4.GROUP if kind == "mxfp4" else 64)
     check_format(bits, group, kind)
     if kind in super_blocks.FORMATS:
-        raise FormatError(f"nothing is rounded to {kind.upper()}, which is read from GGUF files only.")
+        raise FormatError(f"{kind.upper()} cannot be quantized to: it is read from GGUF files only.")
     if weight.dtype not in affine.SCALE_DTYPES:
         raise FormatError(f"a weight of dtype {weight.dtype} cannot be quantized; float32, bfloat16 or float16 is needed.")
     if weight.dim() not in (2, 3):

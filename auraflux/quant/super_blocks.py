@@ -1,14 +1,13 @@
-"""K-quants of GGUF: scales of groups are steps, whole numbers of a few bits, times the scale of a super-block of 256 weights.
+"""K-quants of GGUF: group scales are integer steps of a few bits times the scale of a super-block of 256 weights.
 
-They are held as 32-bit words, so many of each super-block: first its scale, then the steps, four to a word, the first group
-lowest.
+A super-block's scales are stored as 32-bit words: first its own scale, then the steps, four to a word, the first group lowest.
 
-q2_k, q4_k, q5_k   code * scale + bias. The first word has two numbers in half precision: below for scales, above for biases.
-                   Steps of q2_k have four bits, a scale's below its bias's in a byte; those of q4_k and q5_k are bytes, all
-                   scales' before all biases'
-q3_k, q6_k, iq4_xs level * scale (see `levels.py`). The first word is in single precision, and steps are bytes less 128
+q2_k, q4_k, q5_k   code * scale + bias. The first word has two float16 numbers: low for scales, high for biases. Steps of q2_k
+                   have four bits, a scale's in the low nibble and its bias's in the high one; those of q4_k and q5_k are bytes,
+                   all scales before all biases
+q3_k, q6_k, iq4_xs level * scale (see `levels.py`). The first word is float32, and steps are bytes minus 128
 
-A half-precision number times a step has at most 19 bits, so float32 holds the scales and biases that `widened` writes out.
+A float16 number times a step has at most 19 bits, so the float32 scales and biases of `expand_scales` are exact.
 """
 
 from typing import NamedTuple
@@ -17,27 +16,27 @@ import torch
 from torch import Tensor
 
 SIZE = 256  # weights of a super-block
-ZERO = 128  # what stands for a step of nothing, where there are steps below it
+ZERO = 128  # the byte of step 0 where steps are signed
 
 
 class SuperBlock(NamedTuple):
-    """A format of super-blocks.
+    """A super-block format.
 
     bits, group  of the codes
-    plain        the format that has a float32 scale, and bias, for each group
+    expanded     the format with one float32 scale, and bias, per group
     """
 
     bits: int
     group: int
-    plain: str
+    expanded: str
 
     @property
     def has_biases(self) -> bool:
-        return self.plain == "affine"
+        return self.expanded == "affine"
 
     @property
     def has_nibbles(self) -> bool:
-        """Whether a byte has both steps of a group."""
+        """Return whether a byte has both steps of a group."""
         return self.bits == 2
 
     @property
@@ -46,9 +45,9 @@ class SuperBlock(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Words of a super-block: that with its scale, and those with the steps."""
-        apart = 2 if self.has_biases and not self.has_nibbles else 1
-        return 1 + apart * self.groups // 4
+        """Words of a super-block: one with its scale, and those with the steps."""
+        steps = 2 if self.has_biases and not self.has_nibbles else 1
+        return 1 + steps * self.groups // 4
 
 
 FORMATS = {
@@ -61,8 +60,8 @@ FORMATS = {
 }
 
 
-def widened(words: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
-    """Write out the scales of all groups, and their biases.
+def expand_scales(words: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
+    """Return the float32 scale, and bias, of each group.
 
     words   int32 [..., K/256*words]
     returns float32 [..., K/group], twice or with None

@@ -1,1 +1,1 @@
-"""An HTTP server for the clients people have: OpenAI's and Anthropic's APIs, a chat page, metrics."""
+"""HTTP server: OpenAI and Anthropic compatible APIs, a chat page, Prometheus metrics."""

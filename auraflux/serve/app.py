@@ -1,4 +1,4 @@
-"""The HTTP application: every route, behind the guard."""
+"""The ASGI application: all routes behind the authentication middleware."""
 
 import json
 from collections.abc import Sequence
@@ -14,22 +14,24 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Scope
 
 from auraflux.errors import AurafluxError
-from auraflux.serve import chat, completions, messages, models, page, responses
-from auraflux.serve.bodies import State
-from auraflux.serve.failures import Failure, failure_of, response_of
-from auraflux.serve.guard import Access, Keys, Names
+from auraflux.serve import page
+from auraflux.serve.anthropic import messages
+from auraflux.serve.auth import Access, AuthMiddleware, RequestIdMiddleware
+from auraflux.serve.failures import Failure, error_response, failure_of
 from auraflux.serve.metrics import CONTENT_TYPE
+from auraflux.serve.openai import chat, completions, models, responses
+from auraflux.serve.openai.response_schema import State
 from auraflux.serve.openapi import document
 from auraflux.serve.operation import Operation
 from auraflux.serve.service import Service
 
-# these must answer those who have no key: what watches the process, and the page that asks for one
-FREE = ("/", "/health", "/ready")
+# paths without a key: health probes, and the page in which a user enters the key
+PUBLIC = ("/", "/health", "/ready")
 STATIC = "/static/"
 
 
 def make_app(service: Service, access: Access | None = None) -> Starlette:
-    """Make the application that answers for this service."""
+    """Return the ASGI application of a service."""
     access = access or Access()
     api = [
         *chat.routes(service),
@@ -39,14 +41,14 @@ def make_app(service: Service, access: Access | None = None) -> Starlette:
         *models.routes(service),
         *_state_routes(service),
     ]
-    guard = [Middleware(Names, answering=answering)]
+    middleware = [Middleware(RequestIdMiddleware, error_response=error_response_for)]
     if access.origins:
-        guard.append(Middleware(CORSMiddleware, allow_origins=access.origins, allow_methods=["*"], allow_headers=["*"]))
-    guard.append(Middleware(Keys, access=access, free=_free, answering=answering))
+        middleware.append(Middleware(CORSMiddleware, allow_origins=access.origins, allow_methods=["*"], allow_headers=["*"]))
+    middleware.append(Middleware(AuthMiddleware, access=access, is_public=_is_public, error_response=error_response_for))
     return Starlette(
         routes=[*api, _document_route(api), *page.routes()],
-        middleware=guard,
-        exception_handlers={AurafluxError: _handled, HTTPException: _handled},
+        middleware=middleware,
+        exception_handlers={AurafluxError: _handle_error, HTTPException: _handle_error},
     )
 
 
@@ -62,33 +64,33 @@ def _state_routes(service: Service) -> list[Operation]:
         return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     return [
-        Operation("/health", health, about="Say that the process is alive.", gives=State),
-        Operation("/ready", ready, about="Say whether questions are answered.", gives=State, errors=(503,)),
-        Operation("/metrics", metrics, about="Give figures for Prometheus.", gives="text/plain"),
+        Operation("/health", health, summary="Report that the process is alive.", response=State),
+        Operation("/ready", ready, summary="Report whether the model accepts requests.", response=State, statuses=(503,)),
+        Operation("/metrics", metrics, summary="Return Prometheus metrics.", response="text/plain"),
     ]
 
 
 def _document_route(api: Sequence[BaseRoute]) -> Route:
     @cache
-    def made() -> str:
+    def content() -> str:
         return json.dumps(document(api))
 
     async def openapi(request: Request) -> Response:
-        return Response(made(), media_type="application/json")
+        return Response(content(), media_type="application/json")
 
     return Route("/openapi.json", openapi)
 
 
-def _free(path: str) -> bool:
-    return path in FREE or path.startswith(STATIC)
+def _is_public(path: str) -> bool:
+    return path in PUBLIC or path.startswith(STATIC)
 
 
-def answering(failure: Failure, scope: Scope) -> Response:
-    """Spell a failure as the clients of that path expect it."""
+def error_response_for(failure: Failure, scope: Scope) -> Response:
+    """Return the response of a failure in the format of the path's API."""
     if scope["path"].startswith("/v1/messages"):
-        return messages.response_of(failure, scope.get("state", {}).get("request_id"))
-    return response_of(failure)
+        return messages.error_response(failure, scope.get("state", {}).get("request_id"))
+    return error_response(failure)
 
 
-async def _handled(request: Request, err: Exception) -> Response:
-    return answering(failure_of(err), request.scope)
+async def _handle_error(request: Request, err: Exception) -> Response:
+    return error_response_for(failure_of(err), request.scope)

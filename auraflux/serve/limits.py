@@ -1,28 +1,28 @@
-"""How much a client may ask for."""
+"""Limits on client requests."""
 
 import json
 from dataclasses import dataclass
 
+from auraflux.engine.sampling import Sampling
 from auraflux.errors import InputError
-from auraflux.run.sampling import Sampling
-from auraflux.serve.ask import Ask, Format
+from auraflux.serve.chat.conversation import Conversation, Format
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on what is asked for; what lies beyond them is refused with a sentence.
+    """Limits per request; larger requests are refused.
 
-    body_nbytes     of a request
-    messages        of a conversation
-    parts           of a message
-    prompts         of one request for completions
-    answers         to one prompt
-    stops           strings that end a text
+    body_nbytes     of the HTTP body
+    messages        per conversation
+    parts           per message
+    prompts         per completion request
+    answers         per prompt (`n`)
+    stops           stop strings
     biases          tokens with a logit_bias
-    tools           that are offered
-    grammar_nbytes  of a grammar, and of a JSON schema
-    idle_s          that a stream waits for a client that reads nothing
-    deadline_s      that an answer may take; None for as long as it takes
+    tools           per conversation
+    grammar_nbytes  of a grammar or JSON schema
+    idle_s          seconds until a stream to a client that reads nothing is closed
+    deadline_s      seconds per answer; None for no limit
     """
 
     body_nbytes: int = 8 << 20
@@ -37,14 +37,14 @@ class Limits:
     idle_s: float = 60.0
     deadline_s: float | None = None
 
-    def check(self, ask: Ask) -> None:
-        """Refuse a conversation that asks for too much."""
-        at_most("messages", len(ask.messages), self.messages)
-        at_most("tools", len(ask.tools), self.tools)
-        self.check_sampling(ask.sampling, ask.format, ask.count)
+    def check(self, conversation: Conversation) -> None:
+        """Refuse a conversation that exceeds a limit."""
+        at_most("messages", len(conversation.messages), self.messages)
+        at_most("tools", len(conversation.tools), self.tools)
+        self.check_sampling(conversation.sampling, conversation.format, conversation.count)
 
     def check_sampling(self, sampling: Sampling, format: Format | None, count: int) -> None:
-        """Refuse settings that ask for too much."""
+        """Refuse sampling settings that exceed a limit."""
         at_most("n", count, self.answers)
         at_most("stop", len(sampling.stop), self.stops)
         at_most("logit_bias", len(sampling.logit_bias), self.biases)

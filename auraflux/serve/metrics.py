@@ -1,6 +1,6 @@
-"""Figures for Prometheus, under the names that dashboards made for vLLM look for.
+"""Prometheus metrics: the names of vLLM, so that its dashboards work, after the prefix `auraflux:`.
 
-What happens per token is only counted into plain lists and integers; the families are made when somebody asks.
+Tokens are counted in plain lists and integers; the metric families are built when /metrics is scraped.
 """
 
 from bisect import bisect_left
@@ -10,17 +10,18 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from auraflux.run.request import Figures
-from auraflux.serve.link import Gauges
+from auraflux.engine.request import RequestStats
+from auraflux.serve.transport.link import Gauges
 
+PREFIX = "auraflux:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-FIRST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
-BETWEEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
-WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
+INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+E2E_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 
 
 class Histogram:
-    """Counts of values up to each bound."""
+    """Counts of observed values per bucket."""
 
     def __init__(self, bounds: tuple[float, ...]):
         self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
@@ -30,7 +31,7 @@ class Histogram:
         self._sum += value * times
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Give how many values are at most each bound, and the sum of all."""
+        """Return the cumulative count at each bound, and the sum of all values."""
         found, total = [], 0
         for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
             total += count
@@ -39,29 +40,29 @@ class Histogram:
 
 
 class Tally:
-    """What answers took so far. Written from one thread, that of the event loop."""
+    """Counters and histograms of finished and running answers. Only the event loop's thread updates them."""
 
     def __init__(self) -> None:
-        self.first, self.between = Histogram(FIRST_S), Histogram(BETWEEN_S)
-        self.whole, self.queue = Histogram(WHOLE_S), Histogram(WHOLE_S)
+        self.ttft, self.inter_token = Histogram(TTFT_S), Histogram(INTER_TOKEN_S)
+        self.e2e, self.queue = Histogram(E2E_S), Histogram(E2E_S)
         self.prompt_tokens = self.generation_tokens = 0
-        # vLLM's reasons are there from the beginning, so that rates of them can be drawn
+        # vLLM's reasons start at 0, so that dashboards can compute their rates
         self.reasons = {"stop": 0, "length": 0, "abort": 0, "error": 0}
 
-    def ended(self, reason: str, total_s: float, figures: Figures | None) -> None:
-        """Count an answer that is over; one that was cancelled has no figures."""
+    def ended(self, reason: str, total_s: float, stats: RequestStats | None) -> None:
+        """Count an answer that has ended; a cancelled one has no statistics."""
         known = {"cancelled": "abort", "tool_calls": "stop"}.get(reason, reason)
         self.reasons[known] = self.reasons.get(known, 0) + 1
-        self.whole.observe(total_s)
-        if figures is not None:
-            self.queue.observe(figures.queue_s)
+        self.e2e.observe(total_s)
+        if stats is not None:
+            self.queue.observe(stats.queue_s)
 
 
 class Metrics(Collector):
-    """Makes the text that Prometheus reads.
+    """The text that Prometheus scrapes.
 
-    model   the label of every figure
-    gauges  what the scheduler is at
+    model   label of every metric
+    gauges  state of the scheduler
     """
 
     def __init__(self, tally: Tally, model: Callable[[], str], gauges: Callable[[], Gauges]):
@@ -78,23 +79,23 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         label, tally, now = [self._model()], self._tally, self._gauges()
         usage = now.pages_used / now.pages if now.pages else 0.0
-        yield _gauge("num_requests_running", "Requests that are being answered.", now.running, label)
+        yield _gauge("num_requests_running", "Requests in the running batch.", now.running, label)
         yield _gauge("num_requests_waiting", "Requests in the queue.", now.waiting, label)
-        yield _gauge("kv_cache_usage_perc", "Share of the cache's pages in use; 1 is all.", usage, label)
+        yield _gauge("kv_cache_usage_perc", "Share of KV cache pages in use, from 0 to 1.", usage, label)
         yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", now.prefix_queries, label)
         yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", now.prefix_hits, label)
-        yield _counter("num_preemptions", "Requests that lost their pages and are computed again.", now.preemptions, label)
-        yield _counter("prompt_tokens", "Tokens of prompts.", tally.prompt_tokens, label)
-        yield _counter("generation_tokens", "Tokens written.", tally.generation_tokens, label)
+        yield _counter("num_preemptions", "Requests preempted and computed again.", now.preemptions, label)
+        yield _counter("prompt_tokens", "Prompt tokens.", tally.prompt_tokens, label)
+        yield _counter("generation_tokens", "Generated tokens.", tally.generation_tokens, label)
         yield self._reasons(label)
-        yield _histogram("time_to_first_token_seconds", "From a request to its first token.", tally.first, label)
-        yield _histogram("inter_token_latency_seconds", "From one token of an answer to the next.", tally.between, label)
-        yield _histogram("e2e_request_latency_seconds", "From a request to the end of its answer.", tally.whole, label)
-        yield _histogram("request_queue_time_seconds", "From a request to its beginning.", tally.queue, label)
+        yield _histogram("time_to_first_token_seconds", "Time to first token (TTFT).", tally.ttft, label)
+        yield _histogram("inter_token_latency_seconds", "Time between two tokens of a request (ITL).", tally.inter_token, label)
+        yield _histogram("e2e_request_latency_seconds", "Time from arrival to the last token.", tally.e2e, label)
+        yield _histogram("request_queue_time_seconds", "Time in the queue.", tally.queue, label)
         for name, about, value in (
-            ("spec_decode_num_draft_tokens", "Tokens that were guessed and checked.", now.drafted),
-            ("spec_decode_num_accepted_tokens", "Guessed tokens that were right.", now.accepted),
-            ("expert_hits", "Experts that were in memory when needed.", now.expert_hits),
+            ("spec_decode_num_draft_tokens", "Draft tokens.", now.drafted),
+            ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", now.accepted),
+            ("expert_cache_hits", "Expert cache hits.", now.expert_hits),
             ("expert_reads", "Experts read from disk.", now.expert_reads),
             ("expert_read_bytes", "Bytes of experts read from disk.", now.expert_nbytes),
         ):
@@ -102,16 +103,16 @@ class Metrics(Collector):
                 yield _counter(name, about, value, label)
 
     def _reasons(self, label: list[str]) -> Metric:
-        made = CounterMetricFamily("auraflux:request_success", "Answers that ended.", labels=["model_name", "finished_reason"])
+        made = CounterMetricFamily(f"{PREFIX}request_success", "Finished requests.", labels=["model_name", "finished_reason"])
         for reason, count in self._tally.reasons.items():
             made.add_metric([*label, reason], count)
         return made
 
 
-def joined(texts: Mapping[str, bytes]) -> bytes:
-    """Make one text of those of several replicas, whose figures are told apart by a label."""
+def merge_replicas(bodies: Mapping[str, bytes]) -> bytes:
+    """Merge the metrics of several replicas; a label names each sample's replica."""
     families: dict[str, tuple[list[str], list[str]]] = {}
-    for replica, text in texts.items():
+    for replica, text in bodies.items():
         for line in text.decode().splitlines():
             if line.startswith("# HELP"):
                 heads, samples = families.setdefault(line.split()[2], ([], []))
@@ -125,19 +126,19 @@ def joined(texts: Mapping[str, bytes]) -> bytes:
 
 
 def _gauge(name: str, about: str, value: float, label: list[str]) -> Metric:
-    made = GaugeMetricFamily(f"auraflux:{name}", about, labels=["model_name"])
+    made = GaugeMetricFamily(f"{PREFIX}{name}", about, labels=["model_name"])
     made.add_metric(label, value)
     return made
 
 
 def _counter(name: str, about: str, value: float, label: list[str]) -> Metric:
-    made = CounterMetricFamily(f"auraflux:{name}", about, labels=["model_name"])
+    made = CounterMetricFamily(f"{PREFIX}{name}", about, labels=["model_name"])
     made.add_metric(label, value)
     return made
 
 
 def _histogram(name: str, about: str, values: Histogram, label: list[str]) -> Metric:
-    made = HistogramMetricFamily(f"auraflux:{name}", about, labels=["model_name"])
+    made = HistogramMetricFamily(f"{PREFIX}{name}", about, labels=["model_name"])
     buckets, total = values.buckets()
     made.add_metric(label, buckets, total)
     return made

@@ -1,4 +1,4 @@
-"""A route that says what it takes and gives, so that the OpenAPI document can be made of it."""
+"""A route with its request and response schemas, from which the OpenAPI document is built."""
 
 from collections.abc import Awaitable, Callable
 
@@ -13,12 +13,12 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 class Operation(Route):
     """A route with one method.
 
-    about    what it does, in a sentence
-    takes    the model of the body; None for no body
-    gives    the model of the answer in JSON, or the media type of another answer
-    streams  whether the answer can be server-sent events, too
-    errors   statuses it may answer with besides those of every route
-    fails    the model of an error's body; None for OpenAI's
+    summary   one sentence for the OpenAPI document
+    request   schema of the body; None for no body
+    response  schema of the JSON response, or the media type of another response
+    streams   whether the response can also be server-sent events
+    statuses  error statuses in addition to those of every route
+    error     schema of an error's body; None for OpenAI's
     """
 
     def __init__(
@@ -26,17 +26,17 @@ class Operation(Route):
         path: str,
         endpoint: Endpoint,
         *,
-        about: str,
-        takes: type[BaseModel] | None = None,
-        gives: type[BaseModel] | str,
+        summary: str,
+        request: type[BaseModel] | None = None,
+        response: type[BaseModel] | str,
         streams: bool = False,
-        errors: tuple[int, ...] = (),
-        fails: type[BaseModel] | None = None,
+        statuses: tuple[int, ...] = (),
+        error: type[BaseModel] | None = None,
     ):
-        method = "GET" if takes is None else "POST"
+        method = "GET" if request is None else "POST"
         super().__init__(path, endpoint, methods=[method])
-        self.method, self.about, self.takes, self.gives, self.streams = method, about, takes, gives, streams
-        self.errors, self.fails = errors, fails
+        self.method, self.summary, self.request, self.response = method, summary, request, response
+        self.streams, self.statuses, self.error = streams, statuses, error
 
     def __repr__(self) -> str:
         return f"Operation({self.method} {self.path})"

@@ -1,4 +1,4 @@
-"""What every API asks: a conversation goes in, answers come out."""
+"""The service behind every API: conversations and prompts in, streams of deltas out."""
 
 import asyncio
 import time
@@ -6,34 +6,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from auraflux.engine.request import Request
+from auraflux.engine.sampling import Sampling
 from auraflux.errors import ContextError, InputError, RankError, TemplateError
-from auraflux.run.request import Request
-from auraflux.run.sampling import Sampling
-from auraflux.run.tokenizer import Tokenizer
-from auraflux.serve.answer import Answer, Plain, Reader
-from auraflux.serve.ask import Ask, Format
-from auraflux.serve.conversation import foldings
+from auraflux.serve.chat.conversation import Conversation, Format, system_message_variants
+from auraflux.serve.chat.output import ChatOutput, OutputParser, PlainTextParser
+from auraflux.serve.chat.structured_output import grammar_for, grammar_of
 from auraflux.serve.failures import Failure, not_ready
-from auraflux.serve.grammar import grammar_for, grammar_of
 from auraflux.serve.limits import Limits
-from auraflux.serve.link import Link, ModelFacts
 from auraflux.serve.metrics import Metrics, Tally
 from auraflux.serve.parse import Syntax, find_syntax
-from auraflux.weights.placement import Dealt
+from auraflux.serve.transport.link import Link, ModelFacts
+from auraflux.tokenizer.tokenizer import Tokenizer
+from auraflux.weights.parallel.expert_placement import PlacementResult
 
-# characters of the prompt's end that tell how the answer begins
+# characters at the prompt's end that determine how the answer begins
 TAIL = 200
-# in which the model must end the texts it was told to stop
+# for cancelled sequences to end
 STOP_S = 2.0
-# what a template is given by the server alone
+# template arguments that only the server sets
 RESERVED = ("self", "messages", "tools", "add_generation_prompt", "template")
 
 
 class Service:
-    """Answers through a link to the model, within limits.
+    """Access to the model over a link, within limits.
 
-    draining  whether the server is stopping: what was begun is finished, nothing new is taken
-    created   when it began, in seconds since 1970
+    draining  whether the server is stopping: running requests finish, new ones are refused
+    created   start time, in seconds since 1970
     """
 
     def __init__(self, link: Link, limits: Limits | None = None):
@@ -41,23 +40,23 @@ class Service:
         self.tally = Tally()
         self.metrics = Metrics(self.tally, lambda: link.facts.name if link.facts else "", lambda: link.gauges)
         self.draining, self.created = False, int(time.time())
-        self._answers: set[Answer] = set()
+        self._outputs: set[ChatOutput] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._syntax: Syntax | None = None
 
     @property
     def facts(self) -> ModelFacts:
-        """What is known of the model; Failure 503 while there is none."""
+        """Facts about the model; Failure 503 while it is unavailable."""
         if self.link.facts is None:
-            raise not_ready(self.link.why_not)
+            raise not_ready(self.link.unavailable_reason)
         return self.link.facts
 
     @property
     def tokenizer(self) -> Tokenizer:
         facts = self.facts
         if self.link.tokenizer is None:
-            raise InputError(f"The model {facts.name} has no tokenizer; ask /v1/completions with tokens instead of text.")
+            raise InputError(f"The model {facts.name} has no tokenizer; use /v1/completions with token ids instead of text.")
         return self.link.tokenizer
 
     @property
@@ -69,28 +68,28 @@ class Service:
 
     @property
     def active(self) -> int:
-        """How many answers are being made."""
-        return len(self._answers)
+        """Number of running answers."""
+        return len(self._outputs)
 
     def check_ready(self) -> None:
-        """Raise a Failure 503 while nothing can be asked."""
+        """Raise Failure 503 while requests cannot be served."""
         if self.draining:
             raise not_ready("The server is stopping.")
         _ = self.facts
 
     def check_model(self, name: str | None) -> None:
-        """Raise a Failure 404 for the name of another model; no name is that of the one there is."""
+        """Raise Failure 404 if `name` is another model; None stands for the served one."""
         served = self.facts.name
         if name and name != served:
-            message = f"The model {name!r} is not served here. The one that is: {served}."
+            message = f"The model {name!r} is not served here. The served model: {served}."
             raise Failure(404, message, code="model_not_found", param="model")
 
     async def drain(self, grace_s: float) -> None:
-        """Take nothing new, wait for what was begun, and stop what is not finished by then."""
+        """Refuse new requests, wait for the running ones, and stop those that exceed the grace period."""
         self.draining = True
         if not await self._idle_within(grace_s):
-            for answer in list(self._answers):
-                answer.stop()
+            for output in list(self._outputs):
+                output.stop()
             await self._idle_within(STOP_S)
 
     async def _idle_within(self, seconds: float) -> bool:
@@ -100,26 +99,28 @@ class Service:
             return False
         return True
 
-    async def answer(self, ask: Ask) -> list[Answer]:
-        """Begin `ask.count` answers to a conversation."""
+    async def chat(self, conversation: Conversation) -> list[ChatOutput]:
+        """Start `conversation.count` answers to a conversation."""
         self.check_ready()
-        self.limits.check(ask)
-        tokens, tail, grammar = await asyncio.to_thread(self._prepare, ask)
+        self.limits.check(conversation)
+        tokens, tail, grammar = await asyncio.to_thread(self._prepare, conversation)
         syntax = self.syntax
+        stop_token_ids = self.facts.eos_token_ids | self.tokenizer.end_of_turn_ids
         request = Request(
             tokens,
-            replace(ask.sampling, grammar=grammar or ask.sampling.grammar),
-            user=ask.user,
-            show=frozenset(self._ids(syntax.shows)),
-            ends=(self.facts.ends | self.tokenizer.turn_ends) - frozenset(self._ids(syntax.goes_on)),
+            replace(conversation.sampling, grammar=grammar or conversation.sampling.grammar),
+            user=conversation.user,
+            visible_special_tokens=frozenset(self._ids(syntax.visible_tokens)),
+            stop_token_ids=stop_token_ids - frozenset(self._ids(syntax.non_stop_tokens)),
         )
-        tools = _offered(ask)
-        return self._submit([request], ask.count, lambda: syntax.parser(tail, tools), ask.parallel)
+        tools = _offered(conversation)
+        parallel = conversation.parallel_tool_calls
+        return self._submit([request], conversation.count, lambda: syntax.parser(tail, tools), parallel)
 
     async def complete(
         self, prompts: Sequence[str | Sequence[int]], sampling: Sampling, *, format: Format | None, count: int, user: str
-    ) -> list[Answer]:
-        """Begin `count` continuations of each prompt, those of one prompt beside each other."""
+    ) -> list[ChatOutput]:
+        """Start `count` completions of each prompt; those of one prompt are adjacent."""
         self.check_ready()
         self.limits.check_sampling(sampling, format, count)
 
@@ -128,43 +129,47 @@ class Service:
             settings = replace(sampling, grammar=grammar)
             return [Request(self._tokens(prompt), settings, user=user) for prompt in prompts]
 
-        return self._submit(await asyncio.to_thread(prepare), count, Plain)
+        return self._submit(await asyncio.to_thread(prepare), count, PlainTextParser)
 
-    async def deal_experts(self) -> Dealt:
-        """Have experts dealt out to ranks by use; what is being answered goes on."""
+    async def place_experts(self) -> PlacementResult:
+        """Redistribute experts over ranks by use; running requests continue."""
         self.check_ready()
         try:
-            return await self.link.deal_experts()
+            return await self.link.place_experts()
         except RankError as err:
             raise not_ready(str(err)) from err
 
-    async def count_tokens(self, ask: Ask) -> int:
-        """Count the tokens of a conversation's prompt."""
-        return len(await self.tokenize(ask))
+    async def count_tokens(self, conversation: Conversation) -> int:
+        """Return the number of tokens in a conversation's prompt."""
+        return len(await self.tokenize(conversation))
 
-    async def tokenize(self, ask: Ask, add_generation_prompt: bool = True) -> list[int]:
-        """Give the tokens of a conversation's prompt."""
-        self.limits.check(ask)
-        return await asyncio.to_thread(lambda: self.tokenizer.encode(self._render(ask, add_generation_prompt), special=False))
+    async def tokenize(self, conversation: Conversation, add_generation_prompt: bool = True) -> list[int]:
+        """Return the tokens of a conversation's prompt."""
+        self.limits.check(conversation)
 
-    def _prepare(self, ask: Ask) -> tuple[tuple[int, ...], str, str | None]:
-        """Give the prompt's tokens, its last characters and the grammar of the answer: work for a thread of its own."""
-        text = self._render(ask)
-        # found by rendering once, which is no work for the event loop
-        _ = self.tokenizer.turn_ends
+        def encode() -> list[int]:
+            return self.tokenizer.encode(self._render(conversation, add_generation_prompt), special=False)
+
+        return await asyncio.to_thread(encode)
+
+    def _prepare(self, conversation: Conversation) -> tuple[tuple[int, ...], str, str | None]:
+        """Return the prompt's tokens, its tail and the answer's grammar; runs in a worker thread."""
+        text = self._render(conversation)
+        # its first use renders a template, which would block the event loop
+        _ = self.tokenizer.end_of_turn_ids
         tail = text[-TAIL:]
-        grammar = grammar_for(ask, self.syntax, tail, self.tokenizer)
+        grammar = grammar_for(conversation, self.syntax, tail, self.tokenizer)
         return tuple(self.tokenizer.encode(text, special=False)), tail, grammar
 
-    def _render(self, ask: Ask, add_generation_prompt: bool = True) -> str:
+    def _render(self, conversation: Conversation, add_generation_prompt: bool = True) -> str:
         for name in RESERVED:
-            if name in ask.values:
-                raise InputError(f"chat_template_kwargs may not hold {name!r}: the server itself gives it to the template.")
-        tools = _offered(ask)
+            if name in conversation.template_kwargs:
+                raise InputError(f"chat_template_kwargs must not contain {name!r}: the server sets it.")
+        tools, kwargs = _offered(conversation), conversation.template_kwargs
         first: TemplateError | None = None
-        for messages in foldings(ask.messages):
+        for messages in system_message_variants(conversation.messages):
             try:
-                return self.tokenizer.apply_template(messages, add_generation_prompt, **ask.values, tools=tools)
+                return self.tokenizer.apply_template(messages, add_generation_prompt, **kwargs, tools=tools)
             except TemplateError as err:
                 first = first or err
         raise first or TemplateError("There are no messages.")
@@ -178,66 +183,68 @@ class Service:
         found = (self.tokenizer.token_id(name) for name in names)
         return [number for number in found if number is not None]
 
-    def _submit(self, requests: list[Request], count: int, reader: Callable[[], Reader], parallel: bool = True) -> list[Answer]:
+    def _submit(
+        self, requests: list[Request], count: int, make_parser: Callable[[], OutputParser], parallel: bool = True
+    ) -> list[ChatOutput]:
         fitted = [self._fitted(request) for request in requests]
-        answers: list[Answer] = []
+        outputs: list[ChatOutput] = []
         try:
             for request in fitted:
                 for number in range(count):
-                    answers.append(self._begin(_reseeded(request, number), reader(), parallel))
+                    outputs.append(self._start(_reseeded(request, number), make_parser(), parallel))
         except BaseException:
-            for answer in answers:
-                answer.cancel()
+            for output in outputs:
+                output.cancel()
             raise
-        return answers
+        return outputs
 
-    def _begin(self, request: Request, reader: Reader, parallel: bool) -> Answer:
-        writing = self.link.submit(request)
-        answer = Answer(
-            writing,
-            reader,
+    def _start(self, request: Request, parser: OutputParser, parallel: bool) -> ChatOutput:
+        stream = self.link.submit(request)
+        output = ChatOutput(
+            stream,
+            parser,
             prompt_tokens=len(request.prompt),
             tally=self.tally,
-            ends=self.facts.ends if request.ends is None else request.ends,
-            parallel=parallel,
-            over=self._over,
+            stop_token_ids=self.facts.eos_token_ids if request.stop_token_ids is None else request.stop_token_ids,
+            parallel_tool_calls=parallel,
+            on_end=self._on_end,
         )
         self.tally.prompt_tokens += len(request.prompt)
-        self._answers.add(answer)
+        self._outputs.add(output)
         self._idle.clear()
         if self.limits.deadline_s is not None:
-            answer.expire_in(self.limits.deadline_s)
-        return answer
+            output.expire_in(self.limits.deadline_s)
+        return output
 
-    def _over(self, answer: Answer) -> None:
-        self._answers.discard(answer)
-        if not self._answers:
+    def _on_end(self, output: ChatOutput) -> None:
+        self._outputs.discard(output)
+        if not self._outputs:
             self._idle.set()
 
     def _fitted(self, request: Request) -> Request:
-        """Check what only the model can tell, and let an answer be as long as there is room."""
+        """Check a request against the model's limits, and clamp max_tokens to the context length."""
         facts, length = self.facts, len(request.prompt)
         if not length:
             raise InputError("The prompt is empty; give it at least one token.")
         if length >= facts.context:
-            raise ContextError(f"The prompt has {length} tokens; with its answer it must fit into {facts.context}.")
-        for what, tokens in (("the prompt", request.prompt), ("logit_bias", request.sampling.logit_bias)):
+            raise ContextError(f"The prompt has {length} tokens; prompt and answer must fit into a context of {facts.context}.")
+        for field, tokens in (("the prompt", request.prompt), ("logit_bias", request.sampling.logit_bias)):
             wrong = next((token for token in tokens if not 0 <= token < facts.vocab), None)
             if wrong is not None:
-                raise InputError(f"{wrong} in {what} is none of the model's {facts.vocab} tokens.")
-        asked, room = request.sampling.max_tokens, facts.context - length
-        return (
-            request if asked is None or asked <= room else replace(request, sampling=replace(request.sampling, max_tokens=room))
-        )
+                raise InputError(f"Token id {wrong} in {field} is outside the model's vocabulary of {facts.vocab} tokens.")
+        requested, room = request.sampling.max_tokens, facts.context - length
+        if requested is None or requested <= room:
+            return request
+        return replace(request, sampling=replace(request.sampling, max_tokens=room))
 
 
-def _offered(ask: Ask) -> list[dict[str, Any]] | None:
-    """The tools that the model is told of; templates ask whether there are any."""
-    return ask.tools if ask.tools and ask.tool_choice != "none" else None
+def _offered(conversation: Conversation) -> list[dict[str, Any]] | None:
+    """Return the tools for the template; None if there are none, which templates test for."""
+    return conversation.tools if conversation.tools and conversation.tool_choice != "none" else None
 
 
 def _reseeded(request: Request, number: int) -> Request:
-    """Let answers to one prompt differ although they share a seed."""
+    """Derive a seed per answer, so that answers to one prompt differ."""
     seed = request.sampling.seed
     if seed is None or number == 0:
         return request

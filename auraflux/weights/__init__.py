@@ -1,1 +1,1 @@
-"""Checkpoints as they lie on disk, and how a model takes its weights from them."""
+"""Checkpoint readers, converters and the loader that hands a model its weights."""

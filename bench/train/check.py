@@ -1,4 +1,4 @@
-"""Hold a trained folder's forward pass to transformers and to auraflux: the same folder, the same tokens, in float32.
+"""Compare the training forward pass of a folder with transformers and auraflux: same tokens, float32.
 
 python -m bench.train.check FOLDER
 """
@@ -26,7 +26,7 @@ def ours(config: Config, tensors: Parameters, ids: list[int]) -> Tensor:
 
 
 def stacked(config: Config, tensors: Parameters) -> Parameters:
-    """Undo `checkpoint`."""
+    """Stack the experts of a checkpoint; the inverse of `checkpoint`."""
     made = {name: value for name, value in tensors.items() if ".experts." not in name}
     for index in range(config["num_hidden_layers"]):
         name = f"model.layers.{index}.mlp.experts"
@@ -55,9 +55,9 @@ def theirs(folder: Path, ids: list[int]) -> Tensor:
 
 def products(folder: Path, ids: list[int]) -> Tensor:
     from auraflux.cache import CacheSettings
+    from auraflux.engine.engine import Engine
     from auraflux.models import family
-    from auraflux.run.engine import Engine
-    from auraflux.weights.checkpoint import open_checkpoint
+    from auraflux.weights.formats.checkpoint import open_checkpoint
     from auraflux.weights.loader import Weights
 
     opened = open_checkpoint(folder)
@@ -65,9 +65,9 @@ def products(folder: Path, ids: list[int]) -> Tensor:
     config = module.Config.from_hf(opened.config)
     weights = Weights(opened, module.rename)
     model = module.Model(config, weights)
-    weights.done()
+    weights.check_loaded()
     engine = Engine(model, module.make_caches(config), CacheSettings("none"), context=len(ids), exact=True)
-    return engine.all_scores(engine.cache.open(), ids)
+    return engine.all_logits(engine.cache.open(), ids)
 
 
 def main() -> None:
@@ -80,9 +80,9 @@ def main() -> None:
         wanted = theirs(folder, ids)
         found = {"training": ours(config, load_file(folder / "model.safetensors"), ids), "auraflux": products(folder, ids)}
     for name, scores in found.items():
-        apart = float((scores - wanted).norm() / wanted.norm())
-        alike = float((scores.argmax(-1) == wanted.argmax(-1)).float().mean())
-        print(f"{name}: {apart:.2e} from transformers, top tokens alike {alike:.3f}")
+        error = float((scores - wanted).norm() / wanted.norm())
+        same = float((scores.argmax(-1) == wanted.argmax(-1)).float().mean())
+        print(f"{name}: relative error {error:.2e}, same top token {same:.3f}")
 
 
 if __name__ == "__main__":

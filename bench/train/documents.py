@@ -1,6 +1,6 @@
-"""Rows of tokens to train on: texts, copies over a distance, facts asked for later, random tokens again, chats.
+"""Training rows: prose, copies over a distance, facts with questions, repeated random tokens, chats.
 
-A row is its tokens and how much each counts as something to predict: what cannot be known counts nothing.
+A row has its tokens and a loss weight per token; tokens that cannot be predicted have weight 0.
 """
 
 import json
@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 Row = tuple[np.ndarray, np.ndarray]
-ANSWER = 4.0  # how much a token of an asked fact counts
+ANSWER = 4.0  # loss weight of a token of an answer
 SHORT = {"plain": 0.42, "copied": 0.2, "random": 0.08, "facts": 0.2, "chats": 0.1}
 LONG = {"plain": 0.3, "copied": 0.3, "random": 0.05, "facts": 0.3, "chats": 0.05}
 
 
 class Documents:
-    """Makes rows by chance; every row begins as a text begins."""
+    """Sample rows at random; every row starts with the begin token."""
 
     def __init__(self, folder: Path, seed: int):
         stored = np.load(folder / "tokens.npz")
@@ -28,7 +28,7 @@ class Documents:
         self.chance = np.random.default_rng(seed)
 
     def batch(self, rows: int, length: int) -> Row:
-        """Give [rows, length + 1] tokens and what they count."""
+        """Return tokens [rows, length + 1] and their loss weights."""
         shares = SHORT if length <= 1024 else LONG
         kinds = self.chance.choice(list(shares), rows, p=list(shares.values()))
         ids, counts = (np.stack(each) for each in zip(*(getattr(self, str(kind))(length + 1) for kind in kinds), strict=True))
@@ -41,14 +41,14 @@ class Documents:
         return source[start : start + length]
 
     def between(self, low: int, high: int) -> int:
-        """A number, small ones as often as large ones."""
+        """Sample an integer, uniform in its logarithm."""
         return round(float(np.exp(self.chance.uniform(np.log(low), np.log(max(high, low + 1))))))
 
     def plain(self, length: int) -> Row:
         return self.piece(length).copy(), np.ones(length)
 
     def copied(self, length: int) -> Row:
-        """Text whose passages come again, after any distance, until the row is full."""
+        """Return prose in which passages repeat after random distances."""
         ids = self.piece(length).copy()
         at = self.between(64, length - 32)
         while at < length:
@@ -60,7 +60,7 @@ class Documents:
         return ids, np.ones(length)
 
     def random(self, length: int) -> Row:
-        """Random tokens, again and again; only repetitions count."""
+        """Return a repeated sequence of random tokens; only repetitions have weight."""
         size = self.between(8, length // 2)
         some = self.chance.integers(5, 4096, size)
         ids, counts = np.resize(some, length), np.ones(length)
@@ -68,21 +68,21 @@ class Documents:
         return ids, counts
 
     def facts(self, length: int, asked: int | None = None) -> Row:
-        """Facts in a text, then asked for in any order."""
+        """Return prose with facts, then questions about them in random order."""
         number = asked or int(self.chance.integers(2, 13))
         known = [self.fact() for _ in range(number)]
-        # questions at the end, each fact once or more
+        # questions follow at the end, each fact once or more
         order = [known[i] for i in self.chance.permutation(np.repeat(np.arange(number), self.chance.integers(1, 4)))]
-        questions = [self.told(fact) for fact in order]
+        questions = [self.statement(fact) for fact in order]
         asked_for = np.concatenate(questions)[: length // 2]
-        answers = np.concatenate([self.counted(fact) for fact in order])[: length // 2]
-        told = [self.told(fact) for fact in known]
-        room = max(length - len(asked_for) - sum(map(len, told)), 1)
-        # all near the end at times: short distances are learnt first
+        answers = np.concatenate([self.loss_weights(fact) for fact in order])[: length // 2]
+        statements = [self.statement(fact) for fact in known]
+        room = max(length - len(asked_for) - sum(map(len, statements)), 1)
+        # sometimes all facts are near the end: short distances are learnt first
         first = 0 if self.chance.random() < 0.7 else room - self.between(1, room)
         cuts = np.sort(self.chance.integers(first, room + 1, number))
         text, parts, at = self.piece(room), [], 0
-        for cut, fact in zip(cuts, told, strict=True):
+        for cut, fact in zip(cuts, statements, strict=True):
             parts += [text[at:cut], fact]
             at = cut
         parts.append(text[at:])
@@ -93,18 +93,18 @@ class Documents:
 
     def fact(self) -> tuple[list[list[int]], list[int], list[int]]:
         form, place, word = (self.pieces[kind] for kind in ("facts", "places", "words"))
-        # the form that the evaluator asks for is half of all
+        # half of the facts have the form that the evaluator uses
         which = 0 if self.chance.random() < 0.5 else int(self.chance.integers(len(form)))
         return form[which], place[self.chance.integers(len(place))], word[self.chance.integers(len(word))]
 
     @staticmethod
-    def told(fact: tuple[list[list[int]], list[int], list[int]]) -> np.ndarray:
+    def statement(fact: tuple[list[list[int]], list[int], list[int]]) -> np.ndarray:
         (first, middle, last), place, word = fact
         return np.array([*first, *place, *middle, *word, *last], np.int64)
 
     @staticmethod
-    def counted(fact: tuple[list[list[int]], list[int], list[int]]) -> np.ndarray:
-        """The place of a question is anybody's guess, the word is not."""
+    def loss_weights(fact: tuple[list[list[int]], list[int], list[int]]) -> np.ndarray:
+        """Return loss weights of a question: the place cannot be predicted, the word can."""
         (first, middle, last), place, word = fact
         known = [1.0] * len(first) + [0.0] * len(place) + [1.0] * len(middle)
         return np.array([*known, *[ANSWER] * len(word), *[1.0] * len(last)])
@@ -116,7 +116,7 @@ class Documents:
 
 
 class Producers:
-    """Processes that make batches ahead of the training."""
+    """Worker processes that prepare batches ahead of the training."""
 
     def __init__(self, folder: Path, seed: int, count: int):
         context = multiprocessing.get_context("fork")

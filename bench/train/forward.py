@@ -1,7 +1,7 @@
-"""The four shapes' forward passes for training: plain torch, whole sequences, every expert for every token.
+"""Forward passes of the four architectures for training: plain torch, whole sequences, every expert for every token.
 
-So many small experts are quicker as one wide MLP, weighted by zero where a token did not choose, than sorted. Matrices and what
-they multiply are of one dtype, the residual stream, norms and routers in float32.
+Experts this small run faster as one wide MLP with zero weights for unselected experts than sorted by token. Matrix products
+run in one dtype; the residual stream, norms and routers are float32.
 """
 
 import torch
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from bench.train.shapes import DELTA, FULL, SLIDING, Config, Parameters
 
-CHUNK = 64  # tokens that a delta layer takes at a time
+CHUNK = 64  # tokens per chunk of a delta layer
 UNIT_EPS = 1e-6
 ALPHA = 1.702
 
 
 class Routed:
-    """What the routers of a pass did: `loss` is small when experts are used alike; loads by layer, [E] each."""
+    """The load-balancing loss of all routers, and the expert load of each layer, [E]."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
@@ -33,7 +33,7 @@ class Routed:
 
 
 def forward(config: Config, p: Parameters, ids: Tensor) -> tuple[Tensor, Routed]:
-    """Read sequences [B, S]: gives what the head reads, [B, S, D], and what the routers did."""
+    """Run the layers on tokens [B, S]; return the final hidden states [B, S, D] and the router statistics."""
     table, routed = p["model.embed_tokens.weight"], Routed()
     x = F.embedding(ids, table).float()
     turn = angles(config, ids.shape[1], ids.device)
@@ -53,7 +53,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def angles(config: Config, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary positions, [S, R / 2] each."""
+    """Return the RoPE cosines and sines, [S, R / 2] each."""
     settings = config["rope_parameters"]
     width = config.get("qk_rope_head_dim") or int(config["head_dim"] * settings.get("partial_rotary_factor", 1.0))
     rates = settings["rope_theta"] ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
@@ -62,7 +62,7 @@ def angles(config: Config, length: int, device: torch.device) -> tuple[Tensor, T
 
 
 def rotate(x: Tensor, turn: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
-    """Turn the first channels of heads [B, H, S, W] by position."""
+    """Apply RoPE to the first channels of heads [B, H, S, W]."""
     cos, sin = turn
     width = 2 * cos.shape[-1]
     turned, rest = x[..., :width].float(), x[..., width:]
@@ -72,7 +72,7 @@ def rotate(x: Tensor, turn: tuple[Tensor, Tensor], interleaved: bool = False) ->
 
 
 def heads_of(x: Tensor, width: int) -> Tensor:
-    """[B, S, H * W] -> [B, H, S, W]"""
+    """Reshape [B, S, H * W] to [B, H, S, W]."""
     return x.unflatten(-1, (-1, width)).transpose(1, 2)
 
 
@@ -118,7 +118,7 @@ def attention(config: Config, p: Parameters, name: str, h: Tensor, turn: tuple[T
 
 
 def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-    """Attend with a sink: a key before all others, seen through a channel that is 1 in all queries, and a value of zeros."""
+    """Attend with a sink: an extra first key, read through a channel that is 1 in all queries, with a zero value."""
     batch, heads, _, width = q.shape
     scale, extra = width**-0.5, 8
     sink = F.pad((sinks / scale).to(k.dtype).view(1, heads, 1, 1), (width, extra - 1)).expand(batch, -1, -1, -1)
@@ -130,7 +130,7 @@ def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
 
 
 def within_window(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int) -> Tensor:
-    """Attend to the newest `window` tokens and a sink, by blocks of `window` queries and twice as many keys."""
+    """Run sliding-window attention with a sink, in blocks of `window` queries and twice as many keys."""
     length, width = q.shape[2:]
     short = -length % window
     q, k, v = (F.pad(x, (0, 0, 0, short)).unflatten(2, (-1, window)) for x in (q, k, v))
@@ -156,13 +156,13 @@ def latent_attention(config: Config, p: Parameters, name: str, h: Tensor, turn: 
     k_rope = rotate(k_rope.unsqueeze(1), turn, interleaved=True).expand(-1, k.shape[1], -1, -1)
     q = torch.cat([q[..., :nope], rotate(q[..., nope:], turn, interleaved=True)], -1)
     k = torch.cat([k, k_rope], -1)
-    # one width for all, as flash attention wants it
+    # flash attention needs one head width
     out = F.scaled_dot_product_attention(q, k, F.pad(v, (0, nope + rope - value)), is_causal=True)[..., :value]
     return F.linear(out.transpose(1, 2).flatten(2), p[f"{name}.o_proj.weight"])
 
 
 def delta(config: Config, p: Parameters, name: str, h: Tensor) -> Tensor:
-    """Gated DeltaNet."""
+    """Run a Gated DeltaNet layer."""
     key_width, width = config["linear_key_head_dim"], config["linear_value_head_dim"]
     keys, heads = config["linear_num_key_heads"] * key_width, config["linear_num_value_heads"]
     qkv, z, b, a = (F.linear(h, p[f"{name}.in_proj_{part}.weight"]) for part in ("qkv", "z", "b", "a"))
@@ -182,7 +182,7 @@ def delta(config: Config, p: Parameters, name: str, h: Tensor) -> Tensor:
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """Run the memory of every head over a sequence, in float32, chunk by chunk.
+    """Run the gated delta rule over a sequence, in float32, chunk by chunk.
 
     q, k [B, H, S, K], v [B, H, S, V]; decay (its logarithm) and beta [B, H, S]
     """
@@ -195,13 +195,13 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> 
     between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
     k_beta = k * beta.unsqueeze(-1)
     system = (k_beta @ k.mT) * between
-    # only what lies below the diagonal is read
+    # only the part below the diagonal is used
     wanted = torch.cat([v * beta.unsqueeze(-1), k_beta * total.exp().unsqueeze(-1)], -1)
     new, old = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True).split(
         [v.shape[-1], k.shape[-1]], -1
     )
     kept = k * (total[..., -1:] - total).exp().unsqueeze(-1)
-    # a chunk takes the memory S to M S + N
+    # a chunk maps the state S to M S + N
     grown = kept.mT @ new
     carried = torch.diag_embed(total[..., -1:].exp().expand(*total.shape[:-1], k.shape[-1])) - kept.mT @ old
     memory, states = torch.zeros_like(grown[:, :, 0]), []
@@ -246,7 +246,7 @@ def mlp(p: Parameters, name: str, x: Tensor) -> Tensor:
 
 
 def route(config: Config, p: Parameters, name: str, x: Tensor, routed: Routed) -> Tensor:
-    """Give every token's weights of all experts, [T, E]; zero where it did not choose."""
+    """Return the expert weights of every token, [T, E]; zero for unselected experts."""
     kind, count = config["model_type"], config["num_experts_per_tok"]
     if kind == "gpt_oss":
         scores = F.linear(x, p[f"{name}.router.weight"].float(), p[f"{name}.router.bias"])
@@ -268,6 +268,6 @@ def route(config: Config, p: Parameters, name: str, x: Tensor, routed: Routed) -
 
 
 def top(scores: Tensor, count: int) -> Tensor:
-    """Whether each is among the largest of its row."""
+    """Return a mask of the largest entries of each row."""
     best = scores.detach().topk(count, -1).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)

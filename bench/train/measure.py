@@ -1,4 +1,4 @@
-"""What a trained model can do, measured on texts it has not read: predict, copy over a distance, find facts, go on."""
+"""Measure a trained model on held-out documents: loss, copying over a distance, fact retrieval, generation."""
 
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ LENGTHS = (512, 2048, 4000, 6000)
 DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
-def all_of(config: Config, p: Parameters, data: Path, longest: int) -> dict[str, Any]:
-    """Measure everything, at no more than `longest` tokens."""
+def measure_all(config: Config, p: Parameters, data: Path, longest: int) -> dict[str, Any]:
+    """Run all measurements at up to `longest` tokens."""
     documents = Documents(data, seed=12345)
     found: dict[str, Any] = {"loss": round(loss(config, p, documents, min(longest, 1024)), 4)}
     for distance in (each for each in LENGTHS if each <= longest):
@@ -26,19 +26,19 @@ def all_of(config: Config, p: Parameters, data: Path, longest: int) -> dict[str,
     for length in (each for each in LENGTHS if each <= longest):
         right, share = needle(config, p, documents, length)
         found[f"needle {length}"], found[f"needle share {length}"] = round(right, 3), round(share, 3)
-    found["text"] = written(config, p, documents, data)
+    found["text"] = generate(config, p, documents, data)
     return found
 
 
 def scores(config: Config, p: Parameters, ids: np.ndarray) -> Tensor:
-    """[B, S] -> [B, S, V]"""
+    """Return the logits [B, S, V] of tokens [B, S]."""
     device = p["model.embed_tokens.weight"].device
     hidden, _ = forward(config, p, torch.from_numpy(ids).to(device))
     return F.linear(hidden, p["model.embed_tokens.weight"]).float()
 
 
 def loss(config: Config, p: Parameters, documents: Documents, length: int, rows: int = 16) -> float:
-    """Of the addresses that were kept apart."""
+    """Return the mean loss on the held-out addresses."""
     starts = np.linspace(0, len(documents.held) - length - 1, rows).astype(int)
     ids = np.stack([documents.held[start : start + length] for start in starts])
     ids[:, 0] = documents.begin
@@ -50,7 +50,7 @@ def loss(config: Config, p: Parameters, documents: Documents, length: int, rows:
 
 
 def copy(config: Config, p: Parameters, documents: Documents, distance: int, tries: int = 8) -> float:
-    """The share of a passage's tokens that are right when it comes again."""
+    """Return the share of correct tokens when a passage repeats after `distance` tokens."""
     right = 0.0
     for _ in range(tries):
         text = documents.piece(distance, documents.held)
@@ -61,16 +61,16 @@ def copy(config: Config, p: Parameters, documents: Documents, distance: int, tri
 
 
 def needle(config: Config, p: Parameters, documents: Documents, length: int) -> tuple[float, float]:
-    """How often the right one of five words is the likeliest after a fact's beginning, and its mean share."""
+    """Return how often the right one of five words is the most likely end of a fact, and its mean probability."""
     pieces, right, share = documents.pieces, [], []
-    places, words = pieces["kept_places"], pieces["kept_words"]
+    places, words = pieces["held_out_places"], pieces["held_out_words"]
     first, middle, last = pieces["facts"][0]
     for turn in range(len(words)):
         values = [words[(i + turn) % len(words)] for i in range(len(words))]
-        told = [[*first, *place, *middle, *word, *last] for place, word in zip(places, values, strict=True)]
-        text = documents.piece(length - sum(map(len, told)), documents.held)
+        statements = [[*first, *place, *middle, *word, *last] for place, word in zip(places, values, strict=True)]
+        text = documents.piece(length - sum(map(len, statements)), documents.held)
         prompt, at = [documents.begin], 0
-        for depth, fact in zip(DEPTHS, told, strict=True):
+        for depth, fact in zip(DEPTHS, statements, strict=True):
             prompt += [*text[at : round(depth * len(text))], *fact]
             at = round(depth * len(text))
         prompt += [*text[at:]]
@@ -82,7 +82,7 @@ def needle(config: Config, p: Parameters, documents: Documents, length: int) -> 
 
 
 def likelihoods(config: Config, p: Parameters, begun: list[int], endings: list[list[int]]) -> Tensor:
-    """The logarithm of each ending's probability."""
+    """Return the log probability of each ending."""
     table, longest = p["model.embed_tokens.weight"], max(map(len, endings))
     rows = np.array([[*begun, *ending, *[0] * (longest - len(ending))] for ending in endings])
     hidden, _ = forward(config, p, torch.from_numpy(rows).to(table.device))
@@ -90,8 +90,8 @@ def likelihoods(config: Config, p: Parameters, begun: list[int], endings: list[l
     return torch.stack([found[i, range(len(ending)), ending].sum() for i, ending in enumerate(endings)]).cpu()
 
 
-def written(config: Config, p: Parameters, documents: Documents, data: Path, count: int = 40) -> list[str]:
-    """What the model writes after a beginning, and how it answers."""
+def generate(config: Config, p: Parameters, documents: Documents, data: Path, count: int = 40) -> list[str]:
+    """Generate from three prompts, greedily."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(data / "tokenizer.json"))

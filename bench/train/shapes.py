@@ -1,6 +1,6 @@
-"""The four shapes: config.json as transformers writes it, parameters at birth, and their names in a checkpoint.
+"""The four architectures: config.json in the format of transformers, initial parameters, and checkpoint layouts.
 
-Parameters have the names of the checkpoint, but for experts: `gate`, `up` [E, I, D] and `down` [E, D, I] hold all of a layer.
+Parameters have checkpoint names, except experts: `gate`, `up` [E, I, D] and `down` [E, D, I] stack all experts of a layer.
 """
 
 import math
@@ -104,8 +104,8 @@ CONFIGS: dict[str, Config] = {
 }
 
 
-def born(config: Config, seed: int) -> Parameters:
-    """Make parameters: matrices by their input widths, smaller where they write to the stream."""
+def init_parameters(config: Config, seed: int) -> Parameters:
+    """Initialise parameters: matrices scaled by input width, smaller for outputs to the residual stream."""
     made = {"model.embed_tokens.weight": (config["vocab_size"], WIDTH), "model.norm.weight": (WIDTH,)}
     for index in range(config["num_hidden_layers"]):
         layer = _mixer(config, index) | _feed_forward(config, index)
@@ -113,17 +113,17 @@ def born(config: Config, seed: int) -> Parameters:
         made |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     torch.manual_seed(seed)
     depth = (2 * config["num_hidden_layers"]) ** -0.5
-    return {name: _first(config, name, shape, depth) for name, shape in made.items()}
+    return {name: _init(config, name, shape, depth) for name, shape in made.items()}
 
 
-def _first(config: Config, name: str, shape: tuple[int, ...], depth: float) -> Tensor:
+def _init(config: Config, name: str, shape: tuple[int, ...], depth: float) -> Tensor:
     if name.endswith("A_log"):
-        # heads forget within one to about a thousand tokens
+        # decay spans one to about a thousand tokens
         return torch.linspace(math.log(0.02), math.log(8), shape[0])
     if name.endswith("dt_bias"):
         return torch.full(shape, math.log(math.expm1(0.1)))
     if name.endswith("norm.weight"):
-        # of (1 + w), but for the delta layer's own
+        # the weight is (1 + w), except in the norm of the delta layer
         centred = config["model_type"] == "qwen3_5_moe_text" and not name.endswith("linear_attn.norm.weight")
         return torch.zeros(shape) if centred else torch.ones(shape)
     if len(shape) == 1 or "bias" in name:
@@ -211,7 +211,7 @@ def _mlp(name: str, inner: int) -> dict[str, tuple[int, ...]]:
 
 
 def checkpoint(config: Config, parameters: Parameters) -> Parameters:
-    """Give parameters under the names and in the layouts of the family's checkpoints."""
+    """Convert parameters to the names and layouts of the family's checkpoints."""
     made = {name: value for name, value in parameters.items() if ".experts." not in name}
     for index in range(config["num_hidden_layers"]):
         name = f"model.layers.{index}.mlp.experts"
@@ -219,7 +219,7 @@ def checkpoint(config: Config, parameters: Parameters) -> Parameters:
             continue
         gate, up, down = (parameters[f"{name}.{part}"] for part in ("gate", "up", "down"))
         if config["model_type"] == "gpt_oss":
-            # gate and up lie in turn, inputs before outputs
+            # gate and up are interleaved, [E, inputs, outputs]
             made[f"{name}.gate_up_proj"] = torch.stack([gate, up], 2).flatten(1, 2).transpose(1, 2)
             made[f"{name}.down_proj"] = down.transpose(1, 2)
             biases = [parameters[f"{name}.{part}_bias"] for part in ("gate", "up")]

@@ -1,9 +1,9 @@
-"""Train one of four tiny models by the clock, measure it and write it as a folder that transformers and auraflux load.
+"""Train one of the four tiny models for a fixed time, measure it and write a folder that transformers and auraflux load.
 
     python -m bench.train.train qwen3_moe --seconds 300 --data tokens --out FOLDER --device cuda
 
-AdamW on float32 weights, bfloat16 products; sequences of 1024 tokens, later also of 4096 and 8192. In the last part the weights
-are rounded to four bits in every pass, as `auraflux convert` will round them, so that they are good when rounded.
+AdamW on float32 weights with bfloat16 products; sequences of 1024 tokens, later also of 4096 and 8192. The last part is
+quantization-aware: every pass quantizes the weights to 4 bits, with the rounding of `auraflux convert`.
 """
 
 import argparse
@@ -21,20 +21,20 @@ from torch import Tensor
 from bench.train import measure
 from bench.train.documents import Producers
 from bench.train.forward import forward
-from bench.train.shapes import CONFIGS, Config, Parameters, born, checkpoint
+from bench.train.shapes import CONFIGS, Config, Parameters, checkpoint, init_parameters
 
 GROUP, LEVELS = 64, 15
-RATE, WARM, LAST = 1.5e-3, 0.03, 0.05  # peak rate; share of the time it takes to get there; share of the peak at the end
-ROUNDED_FROM = 0.6  # share of the time
-BALANCE = 0.01  # how much even use of experts counts
-NUDGE = 1e-3  # what a step adds to the choice of an expert that is used too little
-AHEAD = 6  # batches
+RATE, WARM, LAST = 1.5e-3, 0.03, 0.05  # peak learning rate; warm-up as a share of the time; final share of the peak
+QUANTIZED_FROM = 0.6  # share of the time
+BALANCE = 0.01  # weight of the load-balancing loss
+NUDGE = 1e-3  # step of the router bias towards underused experts
+PREFETCH = 6  # batches
 DENSE = ("gate.weight", "router.weight", "conv1d.weight")
 
 
-def rounded(weight: Tensor) -> Tensor:
-    """Round to four bits, a scale and a bias by group of the last dimension, as MLX does; gradients pass unchanged."""
-    # a folder's weights, scales and biases are bfloat16
+def fake_quantize(weight: Tensor) -> Tensor:
+    """Quantize to 4 bits with a scale and a bias per group of the last dimension, as MLX does; gradients pass through."""
+    # weights, scales and biases of a checkpoint are bfloat16
     groups = weight.detach().bfloat16().float().unflatten(-1, (-1, GROUP))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     scale = ((high - low) / LEVELS).clamp_min(1e-7)
@@ -47,26 +47,26 @@ def rounded(weight: Tensor) -> Tensor:
     return weight + (near.flatten(-2) - weight.detach())
 
 
-def ready(config: Config, parameters: Parameters, dtype: torch.dtype, codes: bool) -> Parameters:
-    """Give parameters as a pass reads them: matrices of dtype, rounded to codes or not, vectors in float32."""
+def cast_parameters(config: Config, parameters: Parameters, dtype: torch.dtype, codes: bool) -> Parameters:
+    """Cast parameters for a pass: matrices to dtype, quantized if `codes`; vectors to float32."""
     made = {}
     for name, value in parameters.items():
         matrix = value.dim() > 1 and "bias" not in name
         if matrix and codes and not name.endswith(DENSE):
-            value = _rounded_latent(config, value) if "kv_b_proj" in name else rounded(value)
+            value = _fake_quantize_latent(config, value) if "kv_b_proj" in name else fake_quantize(value)
         made[name] = value.to(dtype) if matrix else value
     return made
 
 
-def _rounded_latent(config: Config, weight: Tensor) -> Tensor:
-    """The key rows of every head are rounded turned over."""
+def _fake_quantize_latent(config: Config, weight: Tensor) -> Tensor:
+    """Quantize kv_b_proj; the key rows of every head are quantized transposed."""
     nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
     keys, values = weight.unflatten(0, (-1, nope + value)).split([nope, value], 1)
-    return torch.cat([rounded(keys.mT.contiguous()).mT, rounded(values.contiguous())], 1).flatten(0, 1)
+    return torch.cat([fake_quantize(keys.mT.contiguous()).mT, fake_quantize(values.contiguous())], 1).flatten(0, 1)
 
 
 def rate(passed: float) -> float:
-    """The learning rate after a share of the time."""
+    """Return the learning rate after a share of the time."""
     if passed < WARM:
         return RATE * (passed / WARM + 0.01)
     along = min((passed - WARM) / (1 - WARM), 1.0)
@@ -74,7 +74,7 @@ def rate(passed: float) -> float:
 
 
 def lengths(passed: float, step: int, tokens: int) -> tuple[int, int]:
-    """Rows and length of the batch that is asked for after a share of the time."""
+    """Return rows and length of a batch requested after a share of the time."""
     length = 1024
     if passed > 0.7:
         length = (1024, 4096, 1024, 8192)[step % 4]
@@ -87,7 +87,7 @@ def lengths(passed: float, step: int, tokens: int) -> tuple[int, int]:
 
 
 def loss_of(config: Config, p: Parameters, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Predict: gives the loss, that of the routers, and the load of the experts by layer."""
+    """Return the loss, the load-balancing loss, and the expert load by layer."""
     hidden, routed = forward(config, p, ids[:, :-1])
     scores = F.linear(hidden.flatten(0, 1), p["model.embed_tokens.weight"])
     each = F.cross_entropy(scores.float(), ids[:, 1:].flatten(), reduction="none")
@@ -113,7 +113,7 @@ def train(config: Config, given: argparse.Namespace) -> Parameters:
     started = time.monotonic()
     producers = Producers(given.data, given.seed, given.workers)
     device, dtype = torch.device(given.device), torch.bfloat16 if given.device == "cuda" else torch.float32
-    parameters = {name: value.to(device).requires_grad_() for name, value in born(config, given.seed).items()}
+    parameters = {name: value.to(device).requires_grad_() for name, value in init_parameters(config, given.seed).items()}
     nudged = [name for name in parameters if name.endswith("e_score_correction_bias")]
     for name in nudged:
         parameters[name].requires_grad_(False)
@@ -124,18 +124,20 @@ def train(config: Config, given: argparse.Namespace) -> Parameters:
         {"params": [value for value in learnt.values() if value.dim() <= 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8, fused=device.type == "cuda")
-    asked = step = seen = told_seen = 0
-    told = time.monotonic()
-    begun = told
+    asked = step = seen = logged_tokens = 0
+    logged = time.monotonic()
+    begun = logged
     seconds = given.seconds - (begun - started)
     while (passed := (time.monotonic() - begun) / seconds) < 1:
-        while asked < step + AHEAD:
+        while asked < step + PREFETCH:
             producers.ask(*lengths(passed, asked, given.tokens))
             asked += 1
         ids, counts = (torch.from_numpy(each).to(device) for each in producers.take())
         for group in optimizer.param_groups:
             group["lr"] = rate(passed)
-        loss, routers, loads = loss_of(config, ready(config, parameters, dtype, passed > ROUNDED_FROM), ids.long(), counts)
+        loss, routers, loads = loss_of(
+            config, cast_parameters(config, parameters, dtype, passed > QUANTIZED_FROM), ids.long(), counts
+        )
         (loss + BALANCE * routers).backward()
         norm = torch.nn.utils.clip_grad_norm_(learnt.values(), 1.0)
         optimizer.step()
@@ -145,15 +147,15 @@ def train(config: Config, given: argparse.Namespace) -> Parameters:
             parameters[name] += NUDGE * torch.sign(load.mean() - load)
         loss, norm = loss.detach(), norm.detach()
         step, seen = step + 1, seen + ids.shape[0] * (ids.shape[1] - 1)
-        if time.monotonic() - told > given.every or step == 1:
+        if time.monotonic() - logged > given.every or step == 1:
             most = max(float(load.max()) for load in loads.values()) * len(next(iter(loads.values())))
-            pace = (seen - told_seen) / (time.monotonic() - told)
+            throughput = (seen - logged_tokens) / (time.monotonic() - logged)
             print(
-                f"{time.monotonic() - begun:6.1f} s  step {step:6d}  {seen / 1e6:7.2f} M tokens  {pace:9.0f} tokens/s  "
+                f"{time.monotonic() - begun:6.1f} s  step {step:6d}  {seen / 1e6:7.2f} M tokens  {throughput:9.0f} tokens/s  "
                 f"length {ids.shape[1] - 1:5d}  loss {float(loss):.4f}  norm {float(norm):.2f}  busiest expert {most:.1f}x",
                 flush=True,
             )
-            told, told_seen = time.monotonic(), seen
+            logged, logged_tokens = time.monotonic(), seen
     producers.stop()
     return {name: value.detach() for name, value in parameters.items()}
 
@@ -162,17 +164,17 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("shape", choices=CONFIGS)
     options.add_argument("--seconds", type=float, default=300)
-    options.add_argument("--data", type=Path, required=True, help="what prepare.py wrote")
+    options.add_argument("--data", type=Path, required=True, help="output folder of prepare.py")
     options.add_argument("--out", type=Path, required=True)
     options.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    options.add_argument("--tokens", type=int, default=16384, help="of a batch")
-    options.add_argument("--longest", type=int, default=8192, help="tokens of the texts it is measured on")
+    options.add_argument("--tokens", type=int, default=16384, help="tokens per batch")
+    options.add_argument("--longest", type=int, default=8192, help="longest sequence to measure, in tokens")
     options.add_argument("--workers", type=int, default=3, help="processes that make batches")
-    options.add_argument("--every", type=float, default=10, help="seconds between lines")
+    options.add_argument("--every", type=float, default=10, help="seconds between log lines")
     options.add_argument("--seed", type=int, default=0)
     given = options.parse_args()
     if given.device == "cuda":
-        # for the routers and the delta rule; on a CPU it would mean something slower
+        # for the routers and the delta rule; slower on a CPU
         torch.set_float32_matmul_precision("high")
     config = CONFIGS[given.shape]
     parameters = train(config, given)
@@ -181,8 +183,8 @@ def main() -> None:
     dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
     for codes in (False, True):
         with torch.no_grad():
-            found = measure.all_of(config, ready(config, parameters, dtype, codes), given.data, given.longest)
-        print("four bits" if codes else "as trained", json.dumps(found), flush=True)
+            found = measure.measure_all(config, cast_parameters(config, parameters, dtype, codes), given.data, given.longest)
+        print("4 bits" if codes else "bfloat16", json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

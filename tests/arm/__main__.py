@@ -14,19 +14,19 @@ ROWS, GROUP, GROUPS = 4, 64, 3
 
 
 def packed(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Rows of codes -> rows of words, the first code lowest."""
+    """Pack rows of codes into rows of 32-bit words, the first code in the lowest bits."""
     ones = (codes[..., None] >> np.arange(bits)) & 1
     return np.packbits(ones.reshape(len(codes), -1).astype(np.uint8), axis=1, bitorder="little").view(np.uint32)
 
 
-def near(found: np.ndarray, expected: np.ndarray, tol: float, what: str) -> None:
+def check_close(found: np.ndarray, expected: np.ndarray, tol: float, what: str) -> None:
     error = float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
     print(f"{what}: {error:.1e}")
     assert error <= tol, f"{what}: relative RMS {error:.3g} over {tol:g}"
 
 
 def check_linear(machine: Machine, bits: int, group: int = GROUP, kind: str = "f32", fast: bool = True) -> None:
-    """One token from the codes, and eight side by side over unpacked rows."""
+    """Check one token from packed codes, and tiles of tokens from unpacked rows."""
     from auraflux.ops.linear.cpu.activations import prepare_token
     from auraflux.ops.linear.cpu.forms import Form
     from auraflux.ops.linear.cpu.microkernels import rows_times_tokens
@@ -34,7 +34,7 @@ def check_linear(machine: Machine, bits: int, group: int = GROUP, kind: str = "f
     from auraflux.ops.linear.cpu.unpack import unpack_rows
     from auraflux.ops.simd.isa import ISA
     from auraflux.quant.levels import levels
-    from auraflux.quant.packing import placed
+    from auraflux.quant.packing import to_lane_layout
 
     spec, width, tokens, groups = Form(fast, bits, group, kind), GROUP * GROUPS, 8, GROUP * GROUPS // group
     form, what = spec.text, f"linear {bits} bits, groups of {group}, {kind}{'' if fast else ', exact'}"
@@ -47,7 +47,7 @@ def check_linear(machine: Machine, bits: int, group: int = GROUP, kind: str = "f
     meant = codes if kind == "f32" else levels(kind, bits).numpy()[codes]
     expected = rounded @ (meant * scale.T.repeat(group, 1) + bias.T.repeat(group, 1)).T
 
-    code_at = machine.put(placed(torch.from_numpy(packed(codes, bits).view(np.int32)), bits).numpy().T)
+    code_at = machine.put(to_lane_layout(torch.from_numpy(packed(codes, bits).view(np.int32)), bits).numpy().T)
     scale_at, bias_at, x_at = machine.put(scale), machine.put(bias), machine.put(x)
     stride, tol = width * spec.act_nbytes, 1e-5 if fast else 2e-6
     acts, scales, sums = machine.room(np.int8, tokens, stride), *(machine.room(np.float32, tokens, groups) for _ in range(2))
@@ -59,10 +59,10 @@ def check_linear(machine: Machine, bits: int, group: int = GROUP, kind: str = "f
     machine.run(
         rows_times_tokens, (form, 1, 0), code_at, scale_at, bias_at, acts, stride, scales, sums, index, groups, out, 4 * ROWS
     )
-    near(machine.get(out, np.float32, ROWS), expected[0], tol, f"{what}, one token")
+    check_close(machine.get(out, np.float32, ROWS), expected[0], tol, f"{what}, one token")
     one = machine.get(out, np.float32, ROWS)
     machine.run(unpack_rows, (form,), code_at, groups, ready)
-    # in pairs the widest tile meets unpacked rows only
+    # with paired products the widest tile needs unpacked rows
     for size, count, from_codes in ((8, 8, False), (8, 5, not ISA.by_pair), (4, 3, True), (2, 2, True)):
         rows, last = (code_at if from_codes else ready), count - 1
         machine.run(gather_tile, (form, size), acts, stride, scales, sums, index, groups, tile, last)
@@ -71,9 +71,9 @@ def check_linear(machine: Machine, bits: int, group: int = GROUP, kind: str = "f
             rows_times_tile, (form, size, int(not from_codes)), rows, scale_at, bias_at, tile, groups, out, 4 * ROWS, last
         )
         many = machine.get(out, np.float32, tokens, ROWS)
-        near(many[:count], expected[:count], tol, f"{what}, {count} tokens{' from codes' if from_codes else ''}")
-        assert np.array_equal(one, many[0]), "a token's result depends on those beside it"
-        assert (many[count:] == 0x7F).all(), "results of tokens that are not there"
+        check_close(many[:count], expected[:count], tol, f"{what}, {count} tokens{' from codes' if from_codes else ''}")
+        assert np.array_equal(one, many[0]), "a token's result is not batch-invariant"
+        assert (many[count:] == 0x7F).all(), "results were stored beyond the last token"
 
 
 def level_of(bits: int) -> np.ndarray:
@@ -85,18 +85,18 @@ def level_of(bits: int) -> np.ndarray:
 
 
 def check_scores(machine: Machine, bits: int, tile: int) -> None:
-    """Scores of a few heads, straight from codes and from keys that were looked up before."""
+    """Check attention scores of a tile of heads, from packed codes and from transposed levels."""
     from numba import njit
 
-    from auraflux.ops.simd.compiler import FAST, OPTIONS, KernelCompiler
-    from auraflux.ops.turboquant.cpu.attend_int8 import _spread_query
-    from auraflux.ops.turboquant.cpu.attend_int8_tiles import key_score_loop, room_of, transpose_key_loop, transposed_score_loop
-    from auraflux.ops.turboquant.cpu.codes import CODES, KEY_UNITS
+    from auraflux.ops.simd.compile.compiler import FAST, OPTIONS, KernelCompiler
+    from auraflux.ops.turboquant.cpu.int8_codebook import CODES, KEY_UNITS
+    from auraflux.ops.turboquant.cpu.int8_rounding import spread_query
+    from auraflux.ops.turboquant.cpu.int8_tiles import key_score_loop, room_of, transpose_key_loop, transposed_score_loop
 
     width, groups, wide = 128, 16, CODES[bits].wide
     tokens, quads = 4 * groups, width * wide // 128
     level, norms = level_of(bits), RANDOM.uniform(0.5, 2, tokens).astype(np.float32)
-    # half of them as frequent as they are, half of them all alike
+    # half of the codes normally distributed, half uniform
     codes = np.abs(RANDOM.standard_normal((tokens, width, 1)) - level).argmin(2)
     codes[::2] = RANDOM.integers(0, 2**bits, codes[::2].shape)
     q = RANDOM.standard_normal((tile, width)).astype(np.float32)
@@ -107,7 +107,7 @@ def check_scores(machine: Machine, bits: int, tile: int) -> None:
     q_at, laid = machine.put(q), machine.room(np.int8, 2 * width * room_of(tile))
     units, excess = np.empty(tile, np.float32), np.empty(tile, np.int32)
     rounded = np.empty(2 * width, np.int32)
-    spread = njit(pipeline_class=KernelCompiler, fastmath=FAST, **OPTIONS)(_spread_query.py_func)
+    spread = njit(pipeline_class=KernelCompiler, fastmath=FAST, **OPTIONS)(spread_query.py_func)
     for h in range(tile):
         query, target = machine.here(q_at) + 4 * h * width, machine.here(laid)
         worth, over = spread(query, width, wide, room_of(tile), h, target, rounded.ctypes.data)
@@ -117,20 +117,20 @@ def check_scores(machine: Machine, bits: int, tile: int) -> None:
     ends = unit_at, excess_at, out, step
     machine.run(key_score_loop, (bits,), tile, where, groups, quads, norm_at, laid, *ends, 0, 0, 0, 0)
     found = machine.get(out, np.float32, tile, tokens)
-    near(found[:, ::2], expected[:, ::2], 1e-2, f"scores k{bits}, {tile} heads, any codes")
-    near(found[:, 1::2], expected[:, 1::2], 1e-2, f"scores k{bits}, {tile} heads")
+    check_close(found[:, ::2], expected[:, ::2], 1e-2, f"scores k{bits}, {tile} heads, any codes")
+    check_close(found[:, 1::2], expected[:, 1::2], 1e-2, f"scores k{bits}, {tile} heads")
     planes = len(CODES[bits].tables)
     key_step = planes * 4 * width
     levels = machine.room(np.uint8, groups * key_step)
     machine.run(transpose_key_loop, (bits,), where, groups, quads, levels, key_step)
     machine.run(transposed_score_loop, (bits,), tile, levels, key_step, groups, width // 4, norm_at, laid, *ends)
-    assert np.array_equal(machine.get(out, np.float32, tile, tokens), found), "looked up before, scores are others"
+    assert np.array_equal(machine.get(out, np.float32, tile, tokens), found), "scores of transposed levels differ"
 
 
 def check_values(machine: Machine, bits: int, tile: int) -> None:
-    """Weights of two bytes times values."""
-    from auraflux.ops.turboquant.cpu.attend_int8_tiles import add_value_loop, spread_weights, transpose_values
-    from auraflux.ops.turboquant.cpu.codes import CODES
+    """Check products of 16-bit attention weights and quantized values."""
+    from auraflux.ops.turboquant.cpu.int8_codebook import CODES
+    from auraflux.ops.turboquant.cpu.int8_tiles import add_value_loop, spread_weights, transpose_values
 
     code, width, groups = CODES[bits], 64, 4
     tokens, columns, step = 4 * groups, width * code.wide // 32, 16 * groups
@@ -143,18 +143,18 @@ def check_values(machine: Machine, bits: int, tile: int) -> None:
     where = machine.put(rows + words.shape[1] * 4 * np.arange(tokens))
     weights = machine.put(np.stack([high, low], 1).astype(np.uint8))
     turned, spread = machine.room(np.uint8, 4 * columns * step), machine.room(np.uint8, groups * tile * 2 * 16)
-    keeps, gains = machine.put(np.full(tile, 0.5, np.float32)), machine.put(np.full(tile, 2.0, np.float32))
+    decays, gains = machine.put(np.full(tile, 0.5, np.float32)), machine.put(np.full(tile, 2.0, np.float32))
     sums = machine.put(np.ones((columns, code.vectors, tile, 4), np.float32))
     machine.run(transpose_values, (), where, groups, width * code.wide // 128, turned, step)
     machine.run(spread_weights, (), tile, weights, tokens, groups, spread)
-    machine.run(add_value_loop, (bits,), tile, turned, step, groups, columns, spread, keeps, gains, sums)
+    machine.run(add_value_loop, (bits,), tile, turned, step, groups, columns, spread, decays, gains, sums)
     found = machine.get(sums, np.float32, columns, code.vectors, tile, 4).transpose(2, 0, 3, 1).reshape(tile, width)
-    # the low bytes of mirrored levels differ by what their product with low weights leaves out
-    near(found, 2.0 * expected + 0.5, 1e-6 if bits == 4 else 1e-4, f"values v{bits}, {tile} heads")
+    # low bytes of mirrored levels differ by the omitted product with low weights
+    check_close(found, 2.0 * expected + 0.5, 1e-6 if bits == 4 else 1e-4, f"values v{bits}, {tile} heads")
 
 
 def check_softmax(machine: Machine) -> None:
-    from auraflux.ops.turboquant.cpu.attend_int8_softmax import block_top, block_weights
+    from auraflux.ops.turboquant.cpu.int8_rounding import block_top, block_weights
 
     groups = 4
     scores, norms = RANDOM.standard_normal(4 * groups).astype(np.float32), RANDOM.uniform(0.5, 1, 4 * groups).astype(np.float32)
@@ -168,9 +168,9 @@ def check_softmax(machine: Machine) -> None:
     high, low = machine.room(np.uint8, 4 * groups), machine.room(np.uint8, 4 * groups)
     machine.run(block_weights, (), score_at, groups, top, 0.0, norm_at, 16000.0, high, low, found)
     weights = np.exp(scores.astype(float) - top)
-    near(machine.get(found, np.float32, 2), np.array([weights.sum(), weights @ norms]), 1e-4, "sums of weights")
+    check_close(machine.get(found, np.float32, 2), np.array([weights.sum(), weights @ norms]), 1e-4, "sums of weights")
     steps = 128 * machine.get(high, np.uint8, 4 * groups).astype(int) + machine.get(low, np.uint8, 4 * groups)
-    near(steps, 16000 * weights * norms, 1e-4, "weights")
+    check_close(steps, 16000 * weights * norms, 1e-4, "weights")
 
 
 def main(name: str) -> None:

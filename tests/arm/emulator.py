@@ -1,4 +1,4 @@
-"""Kernels compiled for ARM and run by qemu, on any machine: their memory is a file, which both sides see."""
+"""Kernels compiled for ARM and run by qemu on any machine, with memory shared through a file."""
 
 import shutil
 import subprocess
@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from auraflux.bench.cycles import TARGETS, assembly
-from auraflux.ops.simd import folder as folder_of_code
 from auraflux.ops.simd import isa
+from auraflux.ops.simd.compile import cache_folder as folder_of_code
+from bench.lab.cycles import TARGETS, assembly
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
-BASE = 1 << 33  # where the emulated program sees the memory
+BASE = 1 << 33  # address of the memory in the emulated program
 
 
 def missing() -> list[str]:
@@ -20,12 +20,12 @@ def missing() -> list[str]:
 
 
 class Machine:
-    """A processor with some memory, to be chosen before any kernel is imported."""
+    """An emulated processor with memory; create it before any kernel is imported."""
 
     def __init__(self, name: str, folder: Path, nbytes: int = 1 << 20):
         self.name, self.target, self.folder = name, TARGETS[name], folder
         isa.ISA = isa.ISAS[self.target.isa]
-        # what Numba compiles beside these kernels is for them alone, and must not come from the cache or get there
+        # code that Numba compiles for this target must neither come from the JIT cache nor enter it
         folder_of_code.CACHE_FOLDER = ""
         self.file = folder / "memory"
         self.file.write_bytes(bytes(nbytes))
@@ -34,7 +34,7 @@ class Machine:
         self._programs: dict[Any, Path] = {}
 
     def put(self, array: np.ndarray) -> int:
-        """Copy an array into memory; its address there."""
+        """Copy an array into the shared memory; return its address."""
         data = np.ascontiguousarray(array)
         address = BASE + self._used
         self.memory[self._used : self._used + data.nbytes] = data.view(np.uint8).ravel()
@@ -49,11 +49,11 @@ class Machine:
         return self.memory[first : first + count * np.dtype(dtype).itemsize].view(dtype).reshape(shape).copy()
 
     def here(self, address: int) -> int:
-        """The same place for code of this process."""
+        """Return the same address in this process."""
         return self.memory.ctypes.data + address - BASE
 
     def run(self, kernel: Any, constants: tuple[Any, ...], *args: int | float) -> None:
-        """Call a kernel; floats become bits."""
+        """Call a kernel; floats are passed as bits."""
         self.memory.flush()
         numbers = [int(np.float32(a).view(np.int32)) if isinstance(a, float) else int(a) for a in args]
         program = self._program(kernel, constants)
@@ -73,5 +73,5 @@ class Machine:
         return self._programs[key]
 
 
-# the others are more than this qemu knows by name
+# this qemu does not know the other processors by name
 EMULATED = {"neoverse-n1": "neoverse-n1"}

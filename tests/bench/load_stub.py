@@ -1,4 +1,4 @@
-"""A server that answers as it is told: whole streams, or the ways in which streams go wrong. Also a program of its own."""
+"""A stub server with scripted responses: complete streams and their failure modes. Also runs as a program."""
 
 import asyncio
 import json
@@ -21,9 +21,9 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-def plain(status: int, content: Any, *headers: str) -> bytes:
+def json_response(status: int, content: Any, *headers: str) -> bytes:
     body = json.dumps(content).encode()
-    lines = [f"HTTP/1.1 {status} Such", "content-type: application/json", f"content-length: {len(body)}", *headers]
+    lines = [f"HTTP/1.1 {status} Status", "content-type: application/json", f"content-length: {len(body)}", *headers]
     return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n" + body
 
 
@@ -37,11 +37,11 @@ def usage(prompt: int, tokens: int, cached: int | None = None) -> dict[str, Any]
 
 
 class Stub:
-    """Answers /v1/completions by the next of its `turns`, and well when there are none; `asked` are the bodies that came."""
+    """Answers /v1/completions with the next of its `behaviours`, by default `complete`; `bodies` are the requests received."""
 
-    def __init__(self, *turns: str):
-        self.turns = deque(turns)
-        self.asked: list[dict[str, Any]] = []
+    def __init__(self, *behaviours: str):
+        self.behaviours = deque(behaviours)
+        self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.connections = 0
         self.port = 0
@@ -63,24 +63,24 @@ class Stub:
         self.keys.append(headers.get("authorization"))
         if method == "GET":
             entry = {"id": "stub", "object": "model", "vocab_size": VOCAB}
-            writer.write(plain(200, {"object": "list", "data": [entry]} if path.endswith("/v1/models") else {}))
+            writer.write(json_response(200, {"object": "list", "data": [entry]} if path.endswith("/v1/models") else {}))
             return True
         body = json.loads(await reader.readexactly(int(headers["content-length"])))
-        self.asked.append(body)
-        return await getattr(self, self.turns.popleft() if self.turns else "whole")(body, writer)
+        self.bodies.append(body)
+        return await getattr(self, self.behaviours.popleft() if self.behaviours else "complete")(body, writer)
 
-    async def whole(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-        count, told = body["max_tokens"], usage(len(body["prompt"]), body["max_tokens"], len(body["prompt"]) // 2)
+    async def complete(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        count, stats = body["max_tokens"], usage(len(body["prompt"]), body["max_tokens"], len(body["prompt"]) // 2)
         if not body["stream"]:
-            writer.write(plain(200, {"choices": [{"text": "a" * count}], "usage": told}))
+            writer.write(json_response(200, {"choices": [{"text": "a" * count}], "usage": stats}))
             return True
         writer.write(HEAD)
         for i in range(count):
             writer.write(chunk(token(finish="length" if i == count - 1 else None)))
             await writer.drain()
-            # another turn of the loop, so that not all tokens travel together
+            # yield to the event loop, so that tokens are sent separately
             await asyncio.sleep(0.001)
-        writer.write(chunk(event({"choices": [], "usage": told})) + chunk(event(b"[DONE]")) + chunk(b""))
+        writer.write(chunk(event({"choices": [], "usage": stats})) + chunk(event(b"[DONE]")) + chunk(b""))
         return True
 
     async def truncated(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
@@ -92,23 +92,23 @@ class Stub:
         return True
 
     async def busy(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-        writer.write(plain(429, {"error": {"message": "too many"}}, "retry-after: 0"))
+        writer.write(json_response(429, {"error": {"message": "too many"}}, "retry-after: 0"))
         return True
 
-    async def broken(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-        writer.write(plain(500, {"error": {"message": "of our making"}}))
+    async def server_error(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        writer.write(json_response(500, {"error": {"message": "of our making"}}))
         return True
 
-    async def silent(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+    async def no_response(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         return False
 
-    async def strange(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+    async def invalid_json(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         writer.write(b"SSH-2.0-OpenSSH\r\n")
         return False
 
-    async def leaving(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-        """Answer well, then close what the client thinks is kept open."""
-        await self.whole(body, writer)
+    async def closing(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        """Answer completely, then close the keep-alive connection."""
+        await self.complete(body, writer)
         return False
 
     async def serve(self, port: int = 0) -> asyncio.Server:
@@ -119,7 +119,7 @@ class Stub:
 
 @contextmanager
 def running(stub: Stub) -> Iterator[str]:
-    """Serve from a thread; gives the address."""
+    """Serve from a thread; yield the address."""
     loop, there, ended = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
 
     async def main() -> None:

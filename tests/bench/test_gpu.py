@@ -1,4 +1,4 @@
-"""The benchmark on a GPU, without one: what is counted and compared, what is refused, and the table and document made of it."""
+"""The GPU benchmark with a fake GPU: counting, comparison with references, refusals, table and document."""
 
 import json
 from dataclasses import replace
@@ -12,20 +12,21 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from auraflux.bench import parity
-from auraflux.bench.gpu import ceilings, clock
-from auraflux.bench.gpu import document as document_module
+from auraflux.bench.gpu import graph_timing, peaks
+from auraflux.bench.gpu import report as report_module
 from auraflux.bench.gpu import run as gpu_run
-from auraflux.bench.gpu.ceilings import Ceilings, matmul_ceiling
-from auraflux.bench.gpu.clock import Contender, race, record_long, times_over
-from auraflux.bench.gpu.document import Gpu, document, row
+from auraflux.bench.gpu.graph_timing import Contender, race, record_long, times_over
+from auraflux.bench.gpu.peaks import Peaks, matmul_peak
 from auraflux.bench.gpu.peers import PEERS, Peer
+from auraflux.bench.gpu.report import Gpu, document, row
 from auraflux.bench.gpu.routes import without_each
 from auraflux.bench.gpu.run import ROTATED_NBYTES, copies_needed, libraries, no_peers, run
 from auraflux.bench.peers.peer import each
 from auraflux.bench.result import PeerResult, Result
 from auraflux.bench.timing import Timing
-from auraflux.cli import bench_gpu, main
-from auraflux.cli.bench_gpu import WIDTH, show
+from auraflux.cli import main
+from auraflux.cli.bench import gpu as bench_gpu
+from auraflux.cli.bench.gpu import WIDTH, show
 from auraflux.errors import DeviceMemoryError
 from auraflux.ops import routes
 from auraflux.ops._cases import Case
@@ -33,12 +34,12 @@ from auraflux.ops._dispatch import Declined, Op
 from auraflux.ops.routes import Route, Routes
 
 MB = 1 << 20
-CEILINGS = Ceilings(read=4e12, copy=3.9e12, matmul=1e15)
+PEAKS = Peaks(read=4e12, copy=3.9e12, matmul=1e15)
 GPU = Gpu("NVIDIA H200", "9.0", 132, 150 << 30, 60 * MB, "13.0")
 
 
-class Played:
-    """Calls that are made at once and said to have taken a millisecond each, two launches a call."""
+class FakeRecording:
+    """A fake CUDA graph that runs calls at once and reports a millisecond and two launches per call."""
 
     call_s = 1e-3
 
@@ -52,7 +53,7 @@ class Played:
 
 
 def doubled(x: Tensor) -> Tensor:
-    """Twice x."""
+    """Return twice x."""
     return 2 * x
 
 
@@ -65,7 +66,7 @@ def toy(kernel, size: int = 100, **fields) -> Case:
     return Case(op, "tiny", lambda: {"x": torch.ones(size)}, **fields)
 
 
-def one(case: Case, peers=(), monkeypatch=None, record=Played) -> Result:
+def run_case(case: Case, peers=(), monkeypatch=None, record=FakeRecording) -> Result:
     if monkeypatch is not None:
         monkeypatch.setitem(PEERS, "doubled", list(peers))
     (found,) = run([case], libraries if peers else no_peers, 0.01, record=record, device="cpu")
@@ -84,28 +85,28 @@ def one(case: Case, peers=(), monkeypatch=None, record=Played) -> Result:
         (300 * MB, 300 * MB, 1),
     ],
 )
-def test_how_many_copies_hide_the_cache(nbytes, free, copies):
+def test_copies_exceed_the_cache(nbytes, free, copies):
     assert copies_needed(nbytes, free) == copies
     assert copies * nbytes >= ROTATED_NBYTES or nbytes < MB or free < 1 << 40
 
 
-def test_short_calls_are_recorded_over_and_over():
+def test_short_calls_are_captured_repeatedly():
     assert times_over(1, 10e-6) == 100
     assert times_over(8, 100e-6) == 10
     assert times_over(256, 1e-6) == 4
     assert times_over(1, 2.0) == 1
 
 
-def test_a_recording_is_as_long_as_it_needs_to_be():
-    class Quick(Played):
+def test_graph_length_adapts_to_call_duration():
+    class Quick(FakeRecording):
         call_s = 3e-6
 
     assert record_long([lambda: None] * 2, Quick).calls == 2 * 167
-    assert record_long([lambda: None] * 2, Played).calls == 2
+    assert record_long([lambda: None] * 2, FakeRecording).calls == 2
 
 
-def test_a_race_gives_medians_of_single_calls(monkeypatch):
-    class Uneven(Played):
+def test_comparison_reports_medians_per_call(monkeypatch):
+    class Uneven(FakeRecording):
         def replay(self, times):
             return [(1 + n % 3) * 1e-6 * self.calls for n in range(times)]
 
@@ -113,26 +114,26 @@ def test_a_race_gives_medians_of_single_calls(monkeypatch):
     (timing,) = race([contender], 1e-3)
     assert timing.median_s == pytest.approx(2e-6)
     assert (timing.low_s, timing.high_s) == pytest.approx((1e-6, 3e-6))
-    assert timing.samples <= clock.ROUNDS * clock.MOST_SAMPLES
+    assert timing.samples <= graph_timing.ROUNDS * graph_timing.MAX_SAMPLES
     assert contender.launches == 2
 
 
-def test_a_right_kernel_is_timed(monkeypatch):
-    found = one(toy(lambda x: x + x, flops=lambda args: 100))
+def test_correct_kernel_is_timed(monkeypatch):
+    found = run_case(toy(lambda x: x + x, flops=lambda args: 100))
     assert (found.state, found.error, found.nbytes, found.flops) == ("timed", 0.0, 800, 100)
     assert found.timing.median_s == pytest.approx(1e-3)
     assert (found.launches, found.copies) == (2, 1)
 
 
-def test_large_arguments_are_rotated():
+def test_large_arguments_are_rotated_through_copies():
     seen = set()
 
     def kernel(x: Tensor) -> Tensor:
         seen.add(x.data_ptr())
         return x + x
 
-    found = one(toy(kernel, size=64 << 18))
-    # one more was held to the reference
+    found = run_case(toy(kernel, size=64 << 18))
+    # one more was compared with the reference
     assert (found.copies, len(seen)) == (1, 2)
     assert found.nbytes == 128 * MB
 
@@ -147,8 +148,8 @@ def test_large_arguments_are_rotated():
     ],
     ids=["wrong", "unwritten", "argument", "raises"],
 )
-def test_a_wrong_kernel_is_not_timed(kernel, note):
-    found = one(toy(kernel))
+def test_incorrect_kernel_is_not_timed(kernel, note):
+    found = run_case(toy(kernel))
     assert (found.state, found.timing, found.note) == ("wrong", None, note)
 
 
@@ -160,10 +161,10 @@ def exhaust(x):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
 
 
-def test_what_cannot_be_timed_says_why():
-    assert (one(toy(refuse)).state, one(toy(refuse)).note) == ("declined", "not today")
-    assert one(toy(None)).note == "no cuda kernel"
-    assert (one(toy(exhaust)).state, one(toy(exhaust)).note) == (
+def test_untimed_cases_have_a_reason():
+    assert (run_case(toy(refuse)).state, run_case(toy(refuse)).note) == ("declined", "not today")
+    assert run_case(toy(None)).note == "no cuda kernel"
+    assert (run_case(toy(exhaust)).state, run_case(toy(exhaust)).note) == (
         "no memory",
         "OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB.",
     )
@@ -171,17 +172,17 @@ def test_what_cannot_be_timed_says_why():
     def fail(calls):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    found = one(toy(lambda x: x + x), record=fail)
+    found = run_case(toy(lambda x: x + x), record=fail)
     assert found.state == "failed"
     assert found.note.startswith("cannot be recorded: RuntimeError: operation not permitted")
 
 
-def test_peers_are_timed_or_named(monkeypatch):
+def test_peers_are_timed_or_have_a_reason(monkeypatch):
     def peer(name, call, **fields):
         return Peer(name, each(lambda args: lambda: call(args["x"])), **fields)
 
     peers = [peer("torch", lambda x: x * 2.1), peer("absent", doubled, packages=("no_such_package",)), peer("broken", exhaust)]
-    found = one(toy(lambda x: x + x), peers, monkeypatch)
+    found = run_case(toy(lambda x: x + x), peers, monkeypatch)
     torch_, absent, broken = found.peers
     assert torch_.error == pytest.approx(0.05, abs=1e-6)
     assert torch_.timing.median_s == pytest.approx(1e-3)
@@ -194,27 +195,27 @@ def timed(nbytes: int, flops: int | None, *peers: PeerResult) -> Result:
     return Result("linear", "4bit", "exact", "timed", None, 1e-3, timing, nbytes, flops, list(peers), 1.0, 8)
 
 
-def test_rates_are_shares_of_the_ceiling_of_their_run():
+def test_rates_are_relative_to_measured_peaks():
     peer = PeerResult("other", "exact", Timing(5e-6, 4e-6, 6e-6, 9), error=0.1)
-    found = row(timed(4_000_000, 10**9, peer), CEILINGS)
+    found = row(timed(4_000_000, 10**9, peer), PEAKS)
     assert (found["tb_per_s"], found["read_share"]) == pytest.approx((2.0, 0.5))
     assert (found["tflop_per_s"], found["matmul_share"]) == pytest.approx((500, 0.5))
     assert found["bound"] == "read"
     assert found["peers"][0]["ratio"] == pytest.approx(2.5)
-    assert row(timed(4_000_000, 2 * 10**9), CEILINGS)["bound"] == "matmul"
-    assert row(timed(4_000_000, None), CEILINGS)["bound"] == "read"
-    assert Ceilings(1, 6, 4).best(Ceilings(2, 5, 3)) == Ceilings(2, 6, 4)
+    assert row(timed(4_000_000, 2 * 10**9), PEAKS)["bound"] == "matmul"
+    assert row(timed(4_000_000, None), PEAKS)["bound"] == "read"
+    assert Peaks(1, 6, 4).best(Peaks(2, 5, 3)) == Peaks(2, 6, 4)
 
 
-def whole_document() -> dict:
+def complete_document() -> dict:
     missing = PeerResult("gemlite", "exact", note="gemlite not installed")
     wrong = Result("attention", "decode-32k", "exact", "wrong", "the result: relative RMS inf, allowed 0.005", float("inf"))
     peers = [PeerResult(name, "exact", Timing(1.5e-6, 1e-6, 2e-6, 9)) for name in ("tinygemm", "cuBLAS bf16")]
-    return document("auraflux bench ops", GPU, CEILINGS, [timed(4_000_000, 10, missing, *peers), wrong])
+    return document("auraflux bench ops", GPU, PEAKS, [timed(4_000_000, 10, missing, *peers), wrong])
 
 
-def test_the_document_is_json_with_units_in_its_names():
-    found = whole_document()
+def test_document_is_json_with_units_in_its_keys():
+    found = complete_document()
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     keys = "op case state note error time_us low_us high_us samples launches copies nbytes flops tb_per_s tflop_per_s"
     assert all(list(row) == [*keys.split(), "read_share", "matmul_share", "bound", "peers"] for row in found["results"])
@@ -224,8 +225,8 @@ def test_the_document_is_json_with_units_in_its_names():
     assert GPU.slug == "nvidia-h200"
 
 
-def test_the_table_fits_its_columns(capsys):
-    show(whole_document())
+def test_table_is_aligned(capsys):
+    show(complete_document())
     shown = capsys.readouterr().out
     assert max(len(line) for line in shown.splitlines()) <= WIDTH
     assert "WRONG" in shown
@@ -235,38 +236,38 @@ def test_the_table_fits_its_columns(capsys):
     assert "slower linear 4bit: tinygemm takes 0.75 of our time" in shown
 
 
-def test_no_memory_for_the_ceilings_is_said_in_one_sentence(monkeypatch):
-    monkeypatch.setattr(ceilings, "memory_ceilings", lambda record, device: exhaust(None))
+def test_out_of_memory_for_peaks_is_a_one_sentence_error(monkeypatch):
+    monkeypatch.setattr(peaks, "memory_peaks", lambda record, device: exhaust(None))
     with pytest.raises(DeviceMemoryError, match=r"the GPU has no 3\.2 GB left to measure"):
-        ceilings.measure(Played)
+        peaks.measure(FakeRecording)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled for the GPU here")
-def test_the_read_ceiling_counts_bytes_and_reads_all_of_them():
-    read, copy = ceilings.memory_ceilings(Played, "cpu", nbytes=MB)
+def test_peak_read_bandwidth_reads_every_byte():
+    read, copy = peaks.memory_peaks(FakeRecording, "cpu", nbytes=MB)
     assert (read, copy) == pytest.approx((MB / 1e-3, 2 * MB / 1e-3))
 
 
-def test_the_matmul_ceiling_counts_operations():
-    assert matmul_ceiling(Played, "cpu", side=8) == pytest.approx(2 * 8**3 / 1e-3)
+def test_peak_matmul_counts_operations():
+    assert matmul_peak(FakeRecording, "cpu", side=8) == pytest.approx(2 * 8**3 / 1e-3)
 
 
 @pytest.fixture
 def command(monkeypatch):
-    """Run the command on toy cases as if there were a GPU."""
-    monkeypatch.setattr(document_module, "this_gpu", lambda: GPU)
-    monkeypatch.setattr(ceilings, "measure", lambda record: CEILINGS)
+    """Run the command on toy cases with a fake GPU."""
+    monkeypatch.setattr(report_module, "this_gpu", lambda: GPU)
+    monkeypatch.setattr(peaks, "measure", lambda record: PEAKS)
     monkeypatch.setattr(parity, "check_device", lambda device: None)
 
     def start(*words: str, cases: list[Case]):
         monkeypatch.setattr(gpu_run, "CASES", cases)
-        monkeypatch.setattr(gpu_run, "run", partial(run, record=Played, device="cpu"))
+        monkeypatch.setattr(gpu_run, "run", partial(run, record=FakeRecording, device="cpu"))
         return CliRunner().invoke(main, ["bench", "ops", "--device", "cuda", "--seconds", "0.01", *words])
 
     return start
 
 
-def test_the_command_prints_saves_and_fails_on_wrong_kernels(command, tmp_path):
+def test_command_prints_saves_and_fails_on_incorrect_kernels(command, tmp_path):
     right, wrong = toy(lambda x: x + x), replace(toy(lambda x: 3 * x), name="other")
     done = command("--json", "--save", str(tmp_path), cases=[right, wrong])
     found = json.loads(done.stdout)
@@ -278,7 +279,7 @@ def test_the_command_prints_saves_and_fails_on_wrong_kernels(command, tmp_path):
     assert command(cases=[right]).exit_code == 0
 
 
-def test_what_was_measured_before_a_stop_is_shown_and_not_saved(command, tmp_path):
+def test_interrupted_run_prints_but_does_not_save(command, tmp_path):
     def stop(x: Tensor) -> Tensor:
         raise KeyboardInterrupt
 
@@ -288,7 +289,7 @@ def test_what_was_measured_before_a_stop_is_shown_and_not_saved(command, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_triton_the_command_says_so(command, monkeypatch):
+def test_missing_triton_is_an_error(command, monkeypatch):
     monkeypatch.setattr(bench_gpu, "find_spec", lambda name: None)
     done = command(cases=[toy(lambda x: x + x)])
     assert (done.exit_code, done.stdout) == (1, "")
@@ -296,14 +297,14 @@ def test_without_triton_the_command_says_so(command, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_command_says_so_in_one_sentence():
+def test_missing_gpu_is_a_one_sentence_error():
     done = CliRunner().invoke(main, ["bench", "ops", "--device", "cuda", "--op", "linear"])
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("error: torch finds no NVIDIA GPU here.")
     assert done.stderr.count("\n") == 1
 
 
-def test_a_kernel_is_timed_beside_what_runs_without_it(monkeypatch):
+def test_a_kernel_is_timed_with_its_alternative(monkeypatch):
     tables = {
         "doubled": Routes(
             Route("at once", lambda x: None, lambda x: 2 * x),
@@ -313,7 +314,7 @@ def test_a_kernel_is_timed_beside_what_runs_without_it(monkeypatch):
     monkeypatch.setattr(routes, "routes_of", lambda op, backend: tables[op.name])
     case = toy(lambda x: tables["doubled"](x))
     monkeypatch.setattr(case.op, "kernel", lambda backend: case.op._kernels["cuda"])
-    (found,) = run([case], without_each, 0.01, record=Played, device="cpu")
+    (found,) = run([case], without_each, 0.01, record=FakeRecording, device="cpu")
     (other,) = found.peers
     assert (found.state, other.name, other.error) == ("timed", "without at once: by sums", 0.0)
     assert other.timing is not None

@@ -1,4 +1,4 @@
-"""What is timed on a GPU and beside what: the shapes, what they count, and peers that compute what our references do."""
+"""GPU benchmark cases: their shapes and counts, and peers that agree with our references."""
 
 import pytest
 from torch.nn.attention import SDPBackend
@@ -17,11 +17,11 @@ from auraflux.ops.gpu_cases import CASES
 from auraflux.ops.linear.reference import linear as multiply
 from auraflux.ops.moe.reference import expert_mlp
 from auraflux.ops.moe.routing import Routing
-from auraflux.ops.turboquant._inputs import attend
+from auraflux.ops.turboquant.cases.inputs import attend
 from auraflux.ops.turboquant.reference import turboquant_attention
 
 
-def test_every_shape_of_the_table_is_there():
+def test_every_shape_has_a_case():
     ids = [case.id for case in CASES]
     assert len(ids) == len(set(ids))
     assert {"linear-4bit-8192x8192-2048", "turboquant_attention-k4v4-8x32k", "mixture-one-token"} <= set(ids)
@@ -29,16 +29,16 @@ def test_every_shape_of_the_table_is_there():
     assert set(PEERS) <= {case.op.name for case in CASES}
 
 
-def test_ops_and_cases_are_chosen_by_name():
+def test_ops_and_cases_are_selected_by_name():
     assert {case.op.name for case in gpu_cases(["linear"])} == {"linear"}
     assert [case.name for case in gpu_cases(["linear"], "4bit-8192x8192-1*")] == ["4bit-8192x8192-1", "4bit-8192x8192-16"]
-    # an op without a large shape has those of the CPU
+    # an op without GPU shapes uses the CPU's
     assert {case.op.name for case in gpu_cases(["rms_norm"])} == {"rms_norm"}
     with pytest.raises(InputError, match="no op 'tripled' has benchmark cases"):
         gpu_cases(["tripled"])
 
 
-def test_a_mixture_counts_the_experts_that_are_met():
+def test_moe_counts_only_routed_experts():
     layer = experts(8, 64, 128)
     args = moe_args(1, layer, Routing(2, "softmax", renormalize=True))
     one_expert = (layer.gate.nbytes + layer.up.nbytes + layer.down.nbytes) // 8
@@ -47,8 +47,8 @@ def test_a_mixture_counts_the_experts_that_are_met():
     assert moe_nbytes(routed(64, layer)) == 8 * one_expert + 2 * 64 * 64 * 2
 
 
-def agrees(peer: Peer, case: Case, tol: float) -> None:
-    """Hold a peer to the reference, and see that its copies are several."""
+def check_peer(peer: Peer, case: Case, tol: float) -> None:
+    """Compare a peer with the reference and check that it gets several copies."""
     args = case.args()
     assert peer.serves(case, args)
     made = peer.make(args, 2)
@@ -59,9 +59,9 @@ def agrees(peer: Peer, case: Case, tol: float) -> None:
         assert relative_rms(found.reshape(expected.shape).to(expected.dtype), expected) < tol
 
 
-def test_the_product_of_the_written_out_weight_agrees():
+def test_dequantized_matmul_matches_reference():
     for make in (lambda: product_of(3, 64, 128, 4), lambda: mx_product(3, 64, 128)):
-        agrees(linear.PEERS[-1], Case(multiply, "any", make), 1e-2)
+        check_peer(linear.PEERS[-1], Case(multiply, "any", make), 1e-2)
 
 
 @pytest.mark.parametrize(
@@ -73,23 +73,23 @@ def test_the_product_of_the_written_out_weight_agrees():
     ],
     ids=["decode", "prompt", "codes"],
 )
-def test_attention_of_others_is_laid_out_right(op, rows, make):
+def test_sdpa_peer_matches_reference(op, rows, make):
     plain = Peer("math", attention._sdpa(SDPBackend.MATH, rows), attention._read, attention._equal)
-    agrees(plain, Case(op, "any", make), 2e-2)
+    check_peer(plain, Case(op, "any", make), 2e-2)
 
 
-def test_attention_over_latents_as_two_products_agrees():
+def test_latent_attention_peer_matches_reference():
     (peer,) = PEERS["latent_attention"]
-    agrees(peer, Case(latent_attention, "any", lambda: latent_queries([70], [1], 8, 64, 16, dtype=BF16)), 2e-2)
+    check_peer(peer, Case(latent_attention, "any", lambda: latent_queries([70], [1], 8, 64, 16, dtype=BF16)), 2e-2)
 
 
-# on ARM torch says that it multiplies bf16 slowly
+# on ARM torch warns of slow bf16 products
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_grouped_products_agree():
+def test_grouped_matmul_matches_reference():
     (peer,) = PEERS["expert_mlp"]
     case = Case(expert_mlp, "any", lambda: {**routed(9, experts(8, 64, 128))})
     try:
-        agrees(peer, case, 2e-2)
+        check_peer(peer, case, 2e-2)
     except (RuntimeError, NotImplementedError) as err:
         pytest.skip(f"torch has no grouped product here: {err}")
     assert moe._nbytes(case.args()) <= 8 * 3 * 64 * 128 * 2

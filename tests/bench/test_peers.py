@@ -1,4 +1,4 @@
-"""Peers compute what our reference computes: otherwise their times mean nothing."""
+"""Peers match our reference: otherwise their timings mean nothing."""
 
 from operator import itemgetter
 
@@ -49,7 +49,7 @@ def test_every_peers_op_exists():
 
 
 def smallest(peer: Peer, op: str) -> Case:
-    """The smallest case of an op that a peer can do, of those whose numbers are all finite; the benchmark's come last."""
+    """Return the smallest finite case of an op that a peer supports, preferring cases outside of the benchmark."""
     mine = [case for case in all_cases() if case.op.name == op]
     for late in (False, True):
         sizes = []
@@ -76,7 +76,7 @@ def test_other_peers_agree(op: str, peer: Peer):
     assert relative_rms(found.reshape(expected.shape).to(expected.dtype), expected) < max(1e-4, 3 * case.tol), case.name
 
 
-def test_fast_peers_stand_beside_fast_cases_only():
+def test_fast_peers_run_on_fast_cases_only():
     (int8,) = [peer for peer in PEERS["linear"] if peer.contract == "fast"]
     args, op = product(4, 1), Op(linear.reference, (), None)
     assert int8.serves(Case(op, "any", lambda: args, exact=False), args)

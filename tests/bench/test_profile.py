@@ -1,19 +1,19 @@
-"""Where the time of a step goes."""
+"""The profile of a step: kernel time by op."""
 
 import pytest
 import torch
 
 from auraflux.bench.profile import OTHER, divide, kernels_per_layer, profile_step
 from auraflux.bench.random_weights import random_model
-from auraflux.bench.shapes import SHAPES, shape_of
+from auraflux.bench.shapes import MAIN_SHAPES, shape_of
 from auraflux.cache import CacheSettings
+from auraflux.engine.engine import Engine
 from auraflux.errors import InputError
-from auraflux.run.engine import Engine
 
 SMALL = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def test_kernels_go_to_the_op_that_launched_them():
+def test_kernel_time_is_attributed_to_the_launching_op():
     def op(name: str, ts: float, dur: float) -> dict:
         return {"cat": "user_annotation", "name": f"op {name}", "ts": ts, "dur": dur}
 
@@ -36,7 +36,7 @@ def test_kernels_go_to_the_op_that_launched_them():
     assert kernels_per_layer(costs, 2) == 2.5
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", MAIN_SHAPES)
 def test_a_shape_gets_random_weights_and_runs(name: str):
     config = shape_of(name, 2) | SMALL | ({"full_attention_interval": 2} if "3.6" in name else {})
     config |= {key: 8 for key in ("num_experts", "n_routed_experts") if key in config}
@@ -51,7 +51,7 @@ def test_a_shape_gets_random_weights_and_runs(name: str):
     model, shapes = random_model(config, 4, 64, torch.float32, torch.device("cpu"))
     engine = Engine(model, shapes, CacheSettings("none"), context=64)
     sequence = engine.cache.open()
-    scores = engine.all_scores(sequence, list(range(20)))[-1]
+    scores = engine.all_logits(sequence, list(range(20)))[-1]
     assert scores.isfinite().all()
     assert scores.std() > 0.1
     costs = profile_step(engine, engine.cache.batch([sequence]), [1])

@@ -1,11 +1,11 @@
-"""Shapes of real models: what they say is read by their families, and makes as many parameters as their names promise."""
+"""Shapes of real models: their families accept the configs, and parameter counts match the names."""
 
 import pytest
 import torch
 
-from auraflux.bench.more_shapes import MORE_SHAPES
 from auraflux.bench.random_weights import Outlines
-from auraflux.bench.shapes import SHAPES, shape_of
+from auraflux.bench.shapes import MAIN_SHAPES, shape_names, shape_of
+from auraflux.errors import InputError
 from auraflux.models import family
 from auraflux.quant import QTensor
 
@@ -31,7 +31,7 @@ BILLIONS = {
 
 
 class Counted(Outlines):
-    """Weights without memory that are counted as they are asked for."""
+    """Fake weights that count their parameters."""
 
     count = 0
 
@@ -61,7 +61,24 @@ def test_a_shape_has_as_many_parameters_as_its_model(name: str):
     assert len(module.make_caches(made)) <= made.layers
 
 
-def test_every_shape_may_have_fewer_layers():
-    for name in SHAPES | MORE_SHAPES:
+def test_every_shape_can_be_truncated():
+    for name in shape_names():
         config = shape_of(name, 4)
         assert family(config).Config.from_hf(config).layers == 4
+
+
+def test_main_shapes_are_listed_first():
+    names = shape_names()
+    assert tuple(names[: len(MAIN_SHAPES)]) == MAIN_SHAPES
+    assert len(set(names)) == len(names) == 21
+
+
+def test_an_unknown_shape_lists_the_known_ones():
+    for name in ("gpt-9", "../shapes/llama-8b", ""):
+        with pytest.raises(InputError, match=r"^there is no shape .* Those there are: qwen3-30b-a3b, .*qwen4-exp\.$"):
+            shape_of(name)
+
+
+def test_a_shape_is_a_copy():
+    shape_of("llama-8b")["hidden_size"] = 1
+    assert shape_of("llama-8b")["hidden_size"] == 4096

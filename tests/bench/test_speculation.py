@@ -1,4 +1,4 @@
-"""What guesses are worth where it is said beforehand how many are right."""
+"""Speculative decoding with a given acceptance rate."""
 
 from functools import cache
 
@@ -8,11 +8,11 @@ from click.testing import CliRunner
 
 import auraflux
 from auraflux.bench.random_weights import random_language
-from auraflux.bench.speculation import _write, measure, measure_forced, tasks
+from auraflux.bench.speculation import _run, measure, measure_forced, tasks
 from auraflux.cache import CacheSettings
 from auraflux.cli import main
-from auraflux.run.language import LanguageModel
-from tests.run.tiny import tiny
+from auraflux.loading.language_model import LanguageModel
+from tests.engine.tiny import tiny
 
 TINY = {
     "model_type": "llama",
@@ -36,26 +36,26 @@ def model_of(layers: int) -> LanguageModel:
 
 
 @pytest.mark.parametrize("chance", [0.7, 1.0, pytest.param(0.0, marks=pytest.mark.slow)])
-def test_guesses_are_right_as_often_as_they_are_told_to_be(chance: float):
+def test_draft_tokens_are_accepted_at_the_given_rate(chance: float):
     found = list(measure_forced(model_of(2), model_of(1).engine, list(range(80)), 20, chance, 1, lambda _: None))
-    assert [gain.task for gain in found] == [f"{count} guesses a step" for count in range(1, 9)]
+    assert [gain.task for gain in found] == [f"{count} draft tokens a step" for count in range(1, 9)]
     assert all(gain.same for gain in found)
     first = found[0].accepted / found[0].drafted
     assert first == chance if chance in (0, 1) else 0.5 < first < 0.9
-    # a guess after one that was wrong is of no use
+    # draft tokens after a rejected one are rejected too
     assert found[-1].accepted / found[-1].drafted <= first
     assert model_of(1).engine.cache.nbytes == 0
 
 
-def test_what_repeats_is_also_dictated():
-    """Then it is what was asked for, whatever a model of random weights makes of it, with guesses and without."""
+def test_repetition_tasks_can_be_forced():
+    """Check that a forced output equals the task's text with and without speculation, for any weights."""
     model = auraflux.load(tiny(), context=4096, device="cpu", speculate="ngram")
     found = {gain.task: gain for gain in measure(model, 40, 1, lambda _: None)}
     assert list(found) == [task.name for task in tasks()]
     assert all(gain.same for gain in found.values())
     for task in (task for task in tasks() if task.dictated):
-        _, stats, text = _write(model, task, 40)
-        assert model.tokenizer.decode(text) in task.dictated
+        _, stats, generated = _run(model, task, 40)
+        assert model.tokenizer.decode(generated) in task.dictated
         assert stats.tokens == 40
 
 

@@ -1,6 +1,6 @@
-"""Alternating bursts, and what a rotation of arguments does."""
+"""Timing in alternating bursts with rotated argument copies."""
 
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,17 +10,35 @@ from auraflux.bench.timing import ROUNDS, Contender, race
 from auraflux.machine import Machine, last_cache_nbytes
 from auraflux.ops._cases import Case
 from auraflux.ops.norm.reference import rms_norm
-from auraflux.ops.simd.ceiling import STEP_NBYTES, read_ceiling
+from auraflux.ops.simd.peak_bandwidth import STEP_NBYTES, peak_read_bandwidth
 from auraflux.quant import QTensor, quantize
 
 MB = 1 << 20
 
 
-def test_a_race_tells_slow_from_slower():
-    slow, slower = Contender([lambda: time.sleep(2e-3)]), Contender([lambda: time.sleep(30e-3)])
+class Clock:
+    """A clock that advances only in `sleep`."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def sleep(self, duration_s: float) -> None:
+        self.now_s += duration_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    fake = SimpleNamespace(perf_counter=lambda: made.now_s, process_time=lambda: 0.0, sleep=made.sleep)
+    monkeypatch.setattr("auraflux.bench.timing.time", fake)
+    return made
+
+
+def test_comparison_separates_close_contenders(clock: Clock):
+    slow, slower = Contender([lambda: clock.sleep(2e-3)]), Contender([lambda: clock.sleep(30e-3)])
     one, other = race([slow, slower], 0.1)
-    assert 2e-3 <= one.median_s < other.median_s
-    assert one.low_s <= one.median_s <= one.high_s
+    assert (one.median_s, other.median_s) == pytest.approx((2e-3, 30e-3))
+    assert (one.low_s, one.high_s) == pytest.approx((2e-3, 2e-3))
 
 
 def test_bursts_alternate(monkeypatch):
@@ -35,17 +53,17 @@ def test_bursts_alternate(monkeypatch):
     assert order == ["a", "b"] * ROUNDS
 
 
-def test_a_very_slow_contender_gets_few_calls():
-    calls: list[float] = []
+def test_a_very_slow_contender_gets_few_calls(clock: Clock):
+    calls: list[None] = []
 
     def call():
-        calls.append(time.sleep(0.03))
+        calls.append(clock.sleep(0.03))
 
     race([Contender([call])], 0.02)
     assert 2 <= len(calls) <= 4
 
 
-def test_copies_are_used_in_turn_and_restored_after_the_last():
+def test_copies_are_used_round_robin_and_restored():
     order: list[object] = []
     contender = Contender([lambda: order.append(1), lambda: order.append(2)], restore=lambda: order.append("restored"))
     contender.sample(1)
@@ -73,11 +91,11 @@ def test_work_divides_the_time(monkeypatch):
         (1000 * MB, 1000 * MB, 1 << 40, 2),
     ],
 )
-def test_how_many_copies(nbytes, cache, free, copies):
+def test_number_of_copies(nbytes, cache, free, copies):
     assert copies_to_rotate(nbytes, cache, free) == copies
 
 
-def test_rotation_restores_only_what_a_call_changed():
+def test_rotation_restores_only_modified_arguments():
     rotation = Rotation({"state": torch.ones(3), "x": torch.zeros(2)}, 2)
     rotation.copies[0]["state"].mul_(0.5)
     rotation.note_changes()
@@ -96,7 +114,7 @@ def test_bytes_count_arguments_and_results_once():
     assert bytes_moved(Case(rms_norm, "any", lambda: args, nbytes=lambda args: 5), args, None) == 5
 
 
-def test_moving_reaches_into_weights_and_lists():
+def test_move_recurses_into_weights_and_lists():
     weight = quantize(torch.randn(8, 64))
     there = moved({"w": weight, "many": [torch.ones(1), (torch.ones(2), None)], "eps": 1e-6}, "meta")
     assert isinstance(there["w"], QTensor)
@@ -109,8 +127,8 @@ def test_storage_counts_shared_memory_once():
     assert storage_nbytes([x, x, torch.ones(2)]) == 24
 
 
-def test_the_ceiling_is_a_rate_of_bytes():
-    found = read_ceiling(1000 * STEP_NBYTES)
+def test_peak_bandwidth_is_in_bytes_per_second():
+    found = peak_read_bandwidth(1000 * STEP_NBYTES)
     assert all(1e6 < rate < 1e13 for rate in found.values())
 
 

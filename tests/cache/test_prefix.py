@@ -1,4 +1,4 @@
-"""Texts that are kept, branched from and given up: whoever goes on with one gets what a fresh cache gives."""
+"""Prefix entries are inserted, branched from and evicted: a sequence that continues one equals a fresh cache."""
 
 import pytest
 import torch
@@ -6,26 +6,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from auraflux.cache import Sequence
-from auraflux.cache.prefix import Kept, PrefixStore
+from auraflux.cache import KVSequence
+from auraflux.cache.prefix.prefix_cache import PrefixCache, PrefixEntry
 from auraflux.errors import CacheFull
 from auraflux.ops import use_backend
 from tests.cache.toy import TOYS, VOCABULARY, Toy
 
 EVERY = pytest.mark.parametrize("toy", TOYS.values(), ids=TOYS)
 QUICK = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-# beginnings that texts share, and how each goes on
+# shared prefixes, and how each prompt continues
 STEMS = [[i * 7 % VOCABULARY for i in range(19)], [i * 3 % VOCABULARY for i in range(13)], [5]]
-TEXTS = st.builds(
+PROMPTS = st.builds(
     lambda stem, cut, rest: STEMS[stem][:cut] + rest,
     st.integers(0, 2),
     st.integers(0, 19),
     st.lists(st.integers(0, VOCABULARY - 1), min_size=2, max_size=9),
 )
-# read a text and write on; end the one of that number, or give it up; forget all that is kept
+# prefill a prompt and decode; finish the sequence of that number, or abort it; clear the cache
 STEPS = st.one_of(
-    st.tuples(st.just("begin"), TEXTS),
-    st.tuples(st.sampled_from(["end", "end", "fail", "write"]), st.integers(0, 3)),
+    st.tuples(st.just("start"), PROMPTS),
+    st.tuples(st.sampled_from(["finish_one", "finish_one", "abort", "decode"]), st.integers(0, 3)),
     st.tuples(st.just("clear"), st.none()),
 )
 
@@ -41,63 +41,63 @@ def same(found: Tensor, expected: Tensor) -> None:
 
 
 class Play:
-    """Texts being written on one cache, beside the tokens they should hold."""
+    """Sequences that decode on one cache, with the tokens they should hold."""
 
     def __init__(self, toy: Toy, **options: int):
-        self.toy, self.cache = toy, toy.cache(kept=2, **options)
-        self.store = PrefixStore(self.cache)
-        self.written: list[tuple[list[int], Sequence, Kept]] = []
+        self.toy, self.cache = toy, toy.cache(cached_sequences=2, **options)
+        self.store = PrefixCache(self.cache)
+        self.running: list[tuple[list[int], KVSequence, PrefixEntry]] = []
 
-    def begin(self, prompt: list[int]) -> None:
-        if len(self.written) == 3:
-            self.end(0)
-        _, saved, _ = self.store.look(prompt)
-        start = self.store.open(prompt)
-        assert start.held == saved == start.sequence.length
-        assert start.held <= start.shared <= len(prompt) - 1
-        out = self.add(start.sequence, prompt[start.held : -1], prompt[:-1])
+    def start(self, prompt: list[int]) -> None:
+        if len(self.running) == 3:
+            self.finish_one(0)
+        _, reused, _ = self.store.match(prompt)
+        hit = self.store.open(prompt)
+        assert hit.hit_tokens == reused == hit.sequence.length
+        assert hit.hit_tokens <= hit.shared_tokens <= len(prompt) - 1
+        out = self.add(hit.sequence, prompt[hit.hit_tokens : -1], prompt[:-1])
         if out:
-            start.sequence.checkpoint()
-            kept = self.store.note(prompt[:-1], start.sequence)
-            self.written.append((prompt[:-1], start.sequence, kept))
-            self.write(len(self.written) - 1, prompt[-1])
+            hit.sequence.checkpoint()
+            entry = self.store.insert_live(prompt[:-1], hit.sequence)
+            self.running.append((prompt[:-1], hit.sequence, entry))
+            self.decode(len(self.running) - 1, prompt[-1])
         else:
-            start.sequence.close()
+            hit.sequence.close()
 
-    def add(self, sequence: Sequence, new: list[int], whole: list[int]) -> bool:
-        """Read tokens; False where there is no room for them, and nothing was read."""
+    def add(self, sequence: KVSequence, new: list[int], content: list[int]) -> bool:
+        """Append tokens; return False where there is no room for them."""
         try:
             out = self.toy.add(self.cache, sequence, new) if new else None
         except CacheFull:
             return False
         if out is not None:
-            same(out, self.toy.fresh(whole)[-len(new) :])
+            same(out, self.toy.fresh(content)[-len(new) :])
         return True
 
-    def write(self, which: int, token: int = 4) -> None:
-        if self.written:
-            ids, sequence, _ = self.written[which % len(self.written)]
+    def decode(self, which: int, token: int = 4) -> None:
+        if self.running:
+            ids, sequence, _ = self.running[which % len(self.running)]
             if self.add(sequence, [token], [*ids, token]):
                 ids.append(token)
 
-    def end(self, which: int) -> None:
-        if self.written:
-            ids, sequence, kept = self.written.pop(which % len(self.written))
-            self.store.forget(kept)
-            self.store.keep(ids, sequence)
+    def finish_one(self, which: int) -> None:
+        if self.running:
+            ids, sequence, entry = self.running.pop(which % len(self.running))
+            self.store.remove(entry)
+            self.store.insert(ids, sequence)
 
-    def fail(self, which: int) -> None:
-        if self.written:
-            _, sequence, kept = self.written.pop(which % len(self.written))
-            self.store.forget(kept)
+    def abort(self, which: int) -> None:
+        if self.running:
+            _, sequence, entry = self.running.pop(which % len(self.running))
+            self.store.remove(entry)
             sequence.close()
 
     def clear(self, _: None) -> None:
         self.store.clear()
 
     def finish(self) -> None:
-        while self.written:
-            self.end(0)
+        while self.running:
+            self.finish_one(0)
         self.store.clear()
         assert len(self.store) == 0
         assert not self.store._tree._root.children
@@ -108,8 +108,8 @@ class Play:
 @EVERY
 @QUICK
 @given(steps=st.lists(STEPS, min_size=4, max_size=16), page=st.integers(1, 6), scarce=st.booleans())
-def test_what_is_kept_is_as_good_as_what_is_computed(toy: Toy, steps, page: int, scarce: bool):
-    # room for about two texts, so that kept ones are given up piece by piece
+def test_a_cached_prefix_equals_a_computed_one(toy: Toy, steps, page: int, scarce: bool):
+    # room for about two sequences, so that entries are evicted step by step
     play = Play(toy, page=page, **({"tokens": 60} if scarce else {}))
     for action, what in steps:
         getattr(play, action)(what)
@@ -117,59 +117,59 @@ def test_what_is_kept_is_as_good_as_what_is_computed(toy: Toy, steps, page: int,
 
 
 @EVERY
-def test_a_text_that_goes_on_needs_nothing_again(toy: Toy):
-    cache = toy.cache(kept=2)
-    store, text = PrefixStore(cache), STEMS[0]
-    start = store.open(text)
-    toy.add(cache, start.sequence, text)
-    store.keep(text, start.sequence)
-    again = store.open([*text, 3, 1])
-    assert (again.held, again.shared) == (len(text), len(text))
-    same(toy.add(cache, again.sequence, [3, 1]), toy.fresh([*text, 3, 1])[-2:])
-    store.keep([*text, 3, 1], again.sequence)
-    # the longer text has all of the shorter
+def test_a_continued_sequence_recomputes_nothing(toy: Toy):
+    cache = toy.cache(cached_sequences=2)
+    store, prompt = PrefixCache(cache), STEMS[0]
+    start = store.open(prompt)
+    toy.add(cache, start.sequence, prompt)
+    store.insert(prompt, start.sequence)
+    again = store.open([*prompt, 3, 1])
+    assert (again.hit_tokens, again.shared_tokens) == (len(prompt), len(prompt))
+    same(toy.add(cache, again.sequence, [3, 1]), toy.fresh([*prompt, 3, 1])[-2:])
+    store.insert([*prompt, 3, 1], again.sequence)
+    # the longer entry replaces the shorter
     assert len(store) == 1
     store.clear()
     assert cache.nbytes == 0
 
 
-def test_the_text_used_longest_ago_is_given_up_first():
+def test_the_least_recently_used_entry_is_evicted_first():
     toy = TOYS["dense"]
     cache = toy.cache(tokens=24, context=24)
-    store, texts = PrefixStore(cache), [[number] * 8 for number in range(3)]
-    for text in texts:
-        start = store.open(text)
-        toy.add(cache, start.sequence, text)
-        store.keep(text, start.sequence)
-    store.open([*texts[0], 9]).sequence.close()
+    store, prompts = PrefixCache(cache), [[number] * 8 for number in range(3)]
+    for prompt in prompts:
+        start = store.open(prompt)
+        toy.add(cache, start.sequence, prompt)
+        store.insert(prompt, start.sequence)
+    store.open([*prompts[0], 9]).sequence.close()
     needed = store.open([9] * 8)
     toy.add(cache, needed.sequence, [9] * 8)
-    assert [store.look([*text, 9])[1] for text in texts] == [8, 0, 8]
+    assert [store.match([*prompt, 9])[1] for prompt in prompts] == [8, 0, 8]
     needed.sequence.close()
     store.clear()
     assert cache.nbytes == 0
 
 
-def test_a_page_that_only_a_kept_text_shares_is_written_to():
+def test_a_page_shared_with_an_entry_only_is_written_in_place():
     toy = TOYS["dense"]
     cache = toy.cache(tokens=8, context=8)
-    store = PrefixStore(cache)
+    store = PrefixCache(cache)
     start = store.open([1, 2, 3])
     toy.add(cache, start.sequence, [1, 2, 3])
-    store.keep([1, 2, 3], start.sequence)
+    store.insert([1, 2, 3], start.sequence)
     other, again = store.open([9]).sequence, store.open([1, 2, 3, 4]).sequence
     toy.add(cache, other, [9, 9, 9, 9])
-    # no page is free for a copy, but none is needed once nobody else has this one
+    # no page is free for a copy, but none is needed once the entry is evicted
     same(toy.add(cache, again, [4]), toy.fresh([1, 2, 3, 4])[-1:])
     assert len(store) == 0
 
 
-def test_the_last_token_of_a_prompt_is_never_found():
+def test_the_last_token_of_a_prompt_is_never_reused():
     toy = TOYS["dense"]
     cache = toy.cache()
-    store = PrefixStore(cache)
+    store = PrefixCache(cache)
     start = store.open(STEMS[0])
     toy.add(cache, start.sequence, STEMS[0])
-    store.keep(STEMS[0], start.sequence)
-    assert store.look(STEMS[0])[1] == len(STEMS[0]) - 1
-    assert store.look(STEMS[2])[1] == 0
+    store.insert(STEMS[0], start.sequence)
+    assert store.match(STEMS[0])[1] == len(STEMS[0]) - 1
+    assert store.match(STEMS[2])[1] == 0

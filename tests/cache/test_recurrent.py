@@ -1,9 +1,9 @@
-"""Recurrent states: checkpoints, what truncating costs, and what they weigh."""
+"""Recurrent states: checkpoints, the cost of truncating, and their size."""
 
 import pytest
 import torch
 
-from auraflux.cache import Cache, CacheSettings, Sequence
+from auraflux.cache import Cache, CacheSettings, KVSequence
 from auraflux.errors import SettingsError
 from auraflux.ops import use_backend
 from tests.cache.toy import FULL, RECURRENT, VOCABULARY, WINDOW, Toy
@@ -29,7 +29,7 @@ def run(toy: Toy, steps: list[int], **options):
     return cache, sequence
 
 
-def test_truncating_falls_back_to_the_nearest_checkpoint_before():
+def test_truncating_rewinds_to_the_last_checkpoint_before():
     cache, sequence = run(toy_of(), [10])
     sequence.checkpoint()
     toy = toy_of()
@@ -40,13 +40,13 @@ def test_truncating_falls_back_to_the_nearest_checkpoint_before():
     torch.testing.assert_close(out[-1], toy.fresh([*range(10), 10, 0, 5])[-1], rtol=1e-4, atol=1e-5)
 
 
-def test_a_checkpoint_at_the_very_position_costs_nothing():
+def test_a_checkpoint_at_the_same_position_costs_nothing():
     _, sequence = run(toy_of(), [10])
     sequence.checkpoint()
     assert sequence.truncate(10) == 0
 
 
-def test_without_a_checkpoint_all_must_be_replayed():
+def test_without_a_checkpoint_all_tokens_are_recomputed():
     cache, sequence = run(toy_of(), [10, 3])
     assert sequence.truncate(12) == 12
     assert sequence.length == 0
@@ -63,7 +63,7 @@ def test_the_stride_makes_checkpoints_at_the_ends_of_steps():
     assert sequence.truncate(14) == 8
 
 
-def test_checkpoints_after_the_cut_are_forgotten():
+def test_checkpoints_past_the_truncated_length_are_dropped():
     cache, sequence = run(toy_of(checkpoint_stride=4), [1] * 13)
     assert sequence.truncate(9) == 1
     assert sequence.checkpoints == [4, 8]
@@ -117,54 +117,54 @@ def test_bytes_are_those_of_states_pages_and_checkpoints():
     assert cache.nbytes == 2 * STATE_NBYTES + pages
 
 
-def test_a_slot_used_again_begins_empty():
+def test_a_reused_slot_starts_empty():
     toy = toy_of()
     cache, sequence = run(toy, [9], sequences=1)
     sequence.close()
     torch.testing.assert_close(toy.add(cache, cache.open(), [5, 6]), toy.fresh([5, 6]))
 
 
-def states(cache: Cache, sequence: Sequence) -> list[torch.Tensor]:
-    row = sequence.rows[cache.states]
-    return [store[row.slot].clone() for store in cache.states.stores]
+def states(cache: Cache, sequence: KVSequence) -> list[torch.Tensor]:
+    slot = sequence.group_states[cache.states].slot
+    return [store[slot].clone() for store in cache.states.stores]
 
 
-@pytest.mark.parametrize("extra", [0, 1, 7])
+@pytest.mark.parametrize("padding", [0, 1, 7])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("before", [0, 1, 6])
-def test_extra_tokens_leave_a_state_as_it_is(before: int, tokens: int, extra: int):
+def test_padding_tokens_do_not_change_a_state(before: int, tokens: int, padding: int):
     toy, new = toy_of(), [(3 * i + 1) % VOCABULARY for i in range(tokens)]
     found = []
-    for filled in (True, False):
+    for padded in (True, False):
         cache, sequence = run(toy, [before] if before else [])
-        out = toy.fill(cache, sequence, new, extra) if filled else toy.add(cache, sequence, new)
+        out = toy.add_padded(cache, sequence, new, padding) if padded else toy.add(cache, sequence, new)
         assert sequence.length == before + tokens
         after = states(cache, sequence)
         found.append([out, *after, toy.add(cache, sequence, [2]), toy.add(cache, sequence, [3, 4, 5])])
     for mine, wanted in zip(*found, strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-6)
-    # all that a state holds is the same to the bit
+    # states are bit-identical
     assert all(torch.equal(*pair) for pair in zip(found[0][1:3], found[1][1:3], strict=True))
 
 
-def test_steps_with_extra_tokens_follow_each_other_and_others():
-    toy, text = toy_of(checkpoint_stride=4), [(5 * i + 2) % VOCABULARY for i in range(24)]
+def test_padded_steps_mix_with_others():
+    toy, tokens = toy_of(checkpoint_stride=4), [(5 * i + 2) % VOCABULARY for i in range(24)]
     cache = toy.cache()
     other, sequence = cache.open(), cache.open()
-    outs = [toy.fill(cache, sequence, text[:2], 6), toy.fill(cache, sequence, text[2:11], 3)]
+    outs = [toy.add_padded(cache, sequence, tokens[:2], 6), toy.add_padded(cache, sequence, tokens[2:11], 3)]
     sequence.checkpoint()
-    # a step of two sequences of different lengths, whose states it finds
-    outs.append(toy.feed(cache, cache.batch([other, sequence]), [text[:5], text[11:13]])[1])
+    # a step of two sequences of different lengths
+    outs.append(toy.feed(cache, cache.batch([other, sequence]), [tokens[:5], tokens[11:13]])[1])
     assert (sequence.length, sequence.checkpoints) == (13, [11])
     assert sequence.truncate(12) == 1
-    outs[2:] = [toy.fill(cache, sequence, text[11:20], 7), toy.add(cache, sequence, text[20:])]
-    torch.testing.assert_close(torch.cat(outs), toy.fresh(text), rtol=1e-4, atol=1e-5)
+    outs[2:] = [toy.add_padded(cache, sequence, tokens[11:20], 7), toy.add(cache, sequence, tokens[20:])]
+    torch.testing.assert_close(torch.cat(outs), toy.fresh(tokens), rtol=1e-4, atol=1e-5)
     assert sequence.checkpoints == [11, 20]
 
 
-def test_a_window_goes_back_to_a_checkpoint_whose_pages_it_gave_up():
+def test_a_window_rewinds_to_a_checkpoint_whose_pages_it_released():
     toy = Toy([WINDOW, FULL])
-    cache, sequence = run(toy, [9], spare=0)
+    cache, sequence = run(toy, [9], rollback_tokens=0)
     sequence.checkpoint()
     for i in range(20):
         toy.add(cache, sequence, [i % 5])
@@ -173,9 +173,9 @@ def test_a_window_goes_back_to_a_checkpoint_whose_pages_it_gave_up():
     torch.testing.assert_close(out[-1], toy.fresh([*range(9), 9, 10, 3])[-1], rtol=1e-4, atol=1e-5)
 
 
-def test_a_window_without_a_checkpoint_is_replayed_whole():
+def test_a_window_without_a_checkpoint_is_recomputed():
     cache, sequence = run(Toy([WINDOW, FULL]), [5] * 6)
-    # steps of 5 keep what a query at 25 - 3 sees, from 16 on
+    # steps of 5 retain what a query at 25 - 3 attends to, from 16 on
     assert sequence.truncate(22) == 0
     assert sequence.truncate(21) == 21
     assert (sequence.length, cache.nbytes) == (0, 0)

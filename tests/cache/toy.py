@@ -1,4 +1,4 @@
-"""A model's worth of layers without the model: tokens look up fixed random vectors, and every layer's result is looked at."""
+"""Cache layers without a model: tokens look up fixed random vectors, and every layer's output is returned."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,13 +14,13 @@ from auraflux.cache import (
     Cache,
     CacheSettings,
     ChannelDeltaShape,
+    KVSequence,
     LatentShape,
     RecurrentShape,
     ScanShape,
-    Sequence,
     SparseLatentShape,
 )
-from auraflux.cache.calibration import LayerVectors, ModelVectors
+from auraflux.cache.key_calibration import KeyCalibration, ModelCalibration
 from auraflux.ops import delta_gates, scan_gates
 
 VOCABULARY = 11
@@ -31,7 +31,7 @@ SPARSE = SparseLatentShape(16, 4, 16, 5)
 
 @cache
 def vectors(seed: int, *shape: int) -> Tensor:
-    """One vector or matrix for each token; nobody writes to it."""
+    """Return a read-only random vector or matrix for each token."""
     return torch.randn(VOCABULARY, *shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -47,12 +47,12 @@ def attend_latent(layer: Any, shape: LatentShape, batch: Batch, tokens: Tensor) 
     return layer.attend(batch, vectors(6, 3, shape.width)[tokens], vectors(7, 3, shape.rope)[tokens], 0.2)
 
 
-def attend_chosen(layer: Any, shape: SparseLatentShape, batch: Batch, tokens: Tensor) -> Tensor:
-    assert shape.index is not None
+def attend_selected(layer: Any, shape: SparseLatentShape, batch: Batch, tokens: Tensor) -> Tensor:
+    assert shape.index_width is not None
     layer.latents.append(batch, vectors(4, shape.width)[tokens], vectors(5, shape.rope)[tokens])
-    layer.append_keys(batch, vectors(14, shape.index)[tokens])
-    chosen = layer.choose(batch, vectors(15, 3, shape.index)[tokens], vectors(16, 3)[tokens])
-    return layer.attend(batch, vectors(6, 3, shape.width)[tokens], vectors(7, 3, shape.rope)[tokens], 0.2, chosen)
+    layer.append_keys(batch, vectors(14, shape.index_width)[tokens])
+    selection = layer.select_tokens(batch, vectors(15, 3, shape.index_width)[tokens], vectors(16, 3)[tokens])
+    return layer.attend(batch, vectors(6, 3, shape.width)[tokens], vectors(7, 3, shape.rope)[tokens], 0.2, selection)
 
 
 def recur(layer: Any, shape: RecurrentShape, batch: Batch, tokens: Tensor) -> Tensor:
@@ -84,62 +84,62 @@ def scan(layer: Any, shape: ScanShape, batch: Batch, tokens: Tensor) -> Tensor:
     return torch.cat([layer.scan(batch, mixed, decay, step, vectors(13, shape.heads)[0]), mixed], 1)
 
 
-WAYS = {
+FORWARDS = {
     AttentionShape: attend,
     LatentShape: attend_latent,
-    SparseLatentShape: attend_chosen,
+    SparseLatentShape: attend_selected,
     RecurrentShape: recur,
     ChannelDeltaShape: recur_by_channels,
     ScanShape: scan,
 }
 
 
-def key_vectors(shapes: list[Any]) -> ModelVectors:
-    """Vectors by chance for all layers with keys, as a calibration finds them; half of the channels turn."""
-    chance = torch.Generator().manual_seed(20)
+def random_calibration(shapes: list[Any]) -> ModelCalibration:
+    """Return a random calibration of all layers with keys; RoPE rotates half of the channels."""
+    generator = torch.Generator().manual_seed(20)
     found = {}
     for number, shape in enumerate(shapes):
         if type(shape) is AttentionShape:
             size = shape.heads, shape.width
-            scale, along, across = (torch.randn(*size, generator=chance) for _ in range(3))
-            turning = 0.3 ** torch.arange(1.0, 1 + shape.width // 4)
-            found[number] = LayerVectors(scale.exp(), along, across, turning, interleaved=number % 2 == 1)
-    return ModelVectors(found)
+            scale, along, across = (torch.randn(*size, generator=generator) for _ in range(3))
+            frequencies = 0.3 ** torch.arange(1.0, 1 + shape.width // 4)
+            found[number] = KeyCalibration(scale.exp(), along, across, frequencies, interleaved=number % 2 == 1)
+    return ModelCalibration(found)
 
 
 @dataclass
 class Toy:
-    """Layers, and how they are kept. `options` go to the cache."""
+    """Layers and cache settings; `options` are passed to the cache."""
 
     shapes: list[Any]
     settings: CacheSettings = field(default_factory=lambda: CacheSettings("none"))
     calibrated: bool = False
 
     def cache(self, **options: Any) -> Cache:
-        vectors = key_vectors(self.shapes) if self.calibrated else None
-        sizes: dict[str, Any] = {"context": 64, "sequences": 8, "page": 4, "chunk": 32, "spare": 3, "vectors": vectors}
-        return Cache(self.shapes, self.settings, **{**sizes, **options})
+        calibration = random_calibration(self.shapes) if self.calibrated else None
+        sizes: dict[str, Any] = {"context": 64, "sequences": 8, "page": 4, "chunk": 32, "rollback_tokens": 3}
+        return Cache(self.shapes, self.settings, **{**sizes, "key_calibration": calibration, **options})
 
-    def feed(self, cache: Cache, batch: Batch, tokens: list[list[int]], extra: int | None = None) -> list[Tensor]:
-        """Take a step with new tokens of each sequence; give for each of them what all layers made of its tokens, [n, ...]."""
-        batch.extend([len(new) for new in tokens], extra)
+    def feed(self, cache: Cache, batch: Batch, tokens: list[list[int]], padding: int | None = None) -> list[Tensor]:
+        """Run a step; return for each sequence the outputs of all layers for its tokens, [n, ...]."""
+        batch.extend([len(new) for new in tokens], padding)
         stack = torch.tensor([token for new in tokens for token in new], dtype=torch.int64)
         steps = zip(cache.layers, self.shapes, strict=True)
-        out = torch.cat([WAYS[type(shape)](layer, shape, batch, stack).flatten(1) for layer, shape in steps], 1)
+        out = torch.cat([FORWARDS[type(shape)](layer, shape, batch, stack).flatten(1) for layer, shape in steps], 1)
         return [out[a:b] for a, b in pairwise(batch.starts.tolist())]
 
-    def add(self, cache: Cache, sequence: Sequence, tokens: list[int]) -> Tensor:
+    def add(self, cache: Cache, sequence: KVSequence, tokens: list[int]) -> Tensor:
         return self.feed(cache, cache.batch([sequence]), [tokens])[0]
 
-    def fill(self, cache: Cache, sequence: Sequence, tokens: list[int], extra: int) -> Tensor:
-        """Take a step with tokens after which so many extra ones come."""
+    def add_padded(self, cache: Cache, sequence: KVSequence, tokens: list[int], padding: int) -> Tensor:
+        """Run a step with `padding` padding tokens after the others."""
         batch = cache.batch([sequence])
-        out = self.feed(cache, batch, [tokens + tokens[-1:] * extra], extra)[0]
-        batch.drop_extra()
+        out = self.feed(cache, batch, [tokens + tokens[-1:] * padding], padding)[0]
+        batch.drop_padding()
         return out[: len(tokens)]
 
     def fresh(self, tokens: list[int], **options: Any) -> Tensor:
-        """What a new cache gives for all tokens at once."""
+        """Return the outputs of a new cache for all tokens in one step."""
         cache = self.cache(**options)
         return self.add(cache, cache.open(), tokens)
 
@@ -149,20 +149,22 @@ TOYS = {
     "window": Toy([WINDOW, FULL]),
     "k4v4": Toy([FULL, WINDOW], CacheSettings("k4v4")),
     "k8v3": Toy([FULL, WINDOW], CacheSettings("k8v3", seed=5)),
-    "newest": Toy([FULL, AttentionShape(1, 16, window=9)], CacheSettings("k2v2", newest=5)),
-    "newest-covers-window": Toy([FULL, WINDOW], CacheSettings("k2v2", newest=7)),
-    "first": Toy([FULL, WINDOW], CacheSettings("k4v2", first=3)),
-    "calibrated": Toy([FULL, WINDOW], CacheSettings("k4v4", first=1, newest=5), calibrated=True),
+    "recent-window": Toy([FULL, AttentionShape(1, 16, window=9)], CacheSettings("k2v2", recent_window=5)),
+    "recent-window-covers-window": Toy([FULL, WINDOW], CacheSettings("k2v2", recent_window=7)),
+    "sinks": Toy([FULL, WINDOW], CacheSettings("k4v2", sink_tokens=3)),
+    "calibrated": Toy([FULL, WINDOW], CacheSettings("k4v4", sink_tokens=1, recent_window=5), calibrated=True),
     "latent": Toy([LATENT]),
-    "coded-latent": Toy([LATENT], CacheSettings("k4v4")),
+    "quantized-latent": Toy([LATENT], CacheSettings("k4v4")),
     "k8v4-latent": Toy([LATENT, FULL, LatentShape(32, 4)], CacheSettings("k8v4")),
-    "kept-latent": Toy([LATENT], CacheSettings("k4v4", first=1, newest=5)),
-    "first-latent": Toy([FULL, LATENT], CacheSettings("k4v4", first=3)),
+    "windowed-latent": Toy([LATENT], CacheSettings("k4v4", sink_tokens=1, recent_window=5)),
+    "sink-latent": Toy([FULL, LATENT], CacheSettings("k4v4", sink_tokens=3)),
     "sparse": Toy([SPARSE, LATENT]),
-    "coded-sparse": Toy([SPARSE], CacheSettings("k8v4")),
+    "quantized-sparse": Toy([SPARSE], CacheSettings("k8v4")),
     "recurrent": Toy([RECURRENT, RECURRENT]),
-    "channels": Toy([ChannelDeltaShape(12, 2, 4, 6), LATENT], CacheSettings("k8v4", first=1, newest=3, checkpoint_stride=6)),
-    "scan": Toy([ScanShape(20, 2, 4, 6), FULL], CacheSettings("k8v4", first=1, newest=3, checkpoint_stride=6)),
-    "hybrid": Toy([RECURRENT, FULL, RECURRENT, WINDOW, LATENT], CacheSettings("k4v4", protect_last=1, checkpoint_stride=6)),
-    "calibrated-hybrid": Toy([RECURRENT, FULL, WINDOW], CacheSettings("k3v3", first=2, newest=3), calibrated=True),
+    "channels": Toy(
+        [ChannelDeltaShape(12, 2, 4, 6), LATENT], CacheSettings("k8v4", sink_tokens=1, recent_window=3, checkpoint_stride=6)
+    ),
+    "scan": Toy([ScanShape(20, 2, 4, 6), FULL], CacheSettings("k8v4", sink_tokens=1, recent_window=3, checkpoint_stride=6)),
+    "hybrid": Toy([RECURRENT, FULL, RECURRENT, WINDOW, LATENT], CacheSettings("k4v4", skip_last_layers=1, checkpoint_stride=6)),
+    "calibrated-hybrid": Toy([RECURRENT, FULL, WINDOW], CacheSettings("k3v3", sink_tokens=2, recent_window=3), calibrated=True),
 }

@@ -13,11 +13,11 @@ from auraflux.bench.peers.peer import each
 from auraflux.cli import main
 from auraflux.ops._cases import Case
 from auraflux.ops._dispatch import Declined, Op
-from auraflux.ops.simd import ceiling
+from auraflux.ops.simd import peak_bandwidth
 
 
 def doubled(x: torch.Tensor) -> torch.Tensor:
-    """Twice x."""
+    """Return twice x."""
     return 2 * x
 
 
@@ -31,7 +31,7 @@ def refuse(x: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def bench(monkeypatch):
     """Run the command on one op with the given kernel and peers."""
-    monkeypatch.setattr(ceiling, "read_ceiling", partial(ceiling.read_ceiling, 1 << 20))
+    monkeypatch.setattr(peak_bandwidth, "peak_read_bandwidth", partial(peak_bandwidth.peak_read_bandwidth, 1 << 20))
 
     def run(*words: str, kernel=lambda x: x + x, peers=()):
         op = Op(doubled, (), None)
@@ -106,7 +106,7 @@ def test_a_peer_that_fails_says_why_and_the_rest_is_timed(bench):
     assert fine["ratio"] > 0
 
 
-def test_a_fast_peer_is_not_shown_beside_an_exact_case(bench):
+def test_a_fast_peer_is_not_compared_with_an_exact_case(bench):
     done = bench("--json", peers=[peer("rounding", lambda x: x.mul(2), contract="fast")])
     assert json.loads(done.stdout)["results"][0]["peers"] == []
 

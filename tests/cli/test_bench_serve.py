@@ -1,4 +1,4 @@
-"""`auraflux bench serve`: what it prints and writes, and what it refuses in one sentence."""
+"""`auraflux bench serve`: output, files and refusals."""
 
 import json
 import sys
@@ -10,9 +10,10 @@ from click.testing import CliRunner, Result
 
 from auraflux.bench.load import server
 from auraflux.bench.load.plot import check_plot, draw
-from auraflux.cli import bench_serve, main
-from auraflux.cli.bench_serve_table import at_once, coming, notes
-from auraflux.cli.served_model import open_desk
+from auraflux.cli import main
+from auraflux.cli.bench import serve as bench_serve
+from auraflux.cli.bench.serve_table import arriving, at_once, notes
+from auraflux.cli.options.served_model import open_model_process
 from auraflux.errors import BackendError, SettingsError
 from tests.bench.load_stub import Stub, running
 
@@ -72,16 +73,16 @@ def test_json_that_is_also_saved_and_drawn(tmp_path, monkeypatch):
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_server_of_its_own(monkeypatch):
+def test_it_starts_a_server(monkeypatch):
     monkeypatch.setattr(server, "COMMAND", [sys.executable, str(STUB)])
     done = call("--random", "--shape", "llama-8b", "--layers", "2", "--clients", "1", *SMALL)
     assert done.exit_code == 0, done.output
-    for words in ("llama-8b, random weights at", "prompts of 6 tokens; 4 tokens written", "all begin at once", "50%"):
+    for words in ("llama-8b, random weights at", "prompts of 6 tokens; 4 output tokens", "all start at once", "50%"):
         assert words in done.stdout
 
 
 def test_no_answer_at_all_is_a_failure():
-    with running(Stub(*["broken"] * 20)) as url:
+    with running(Stub(*["server_error"] * 20)) as url:
         done = call("--url", url, "--clients", "1", *SMALL)
     assert done.exit_code == 1
     assert done.stderr.endswith("error: no request was answered: HTTP 500: of our making.\n")
@@ -90,15 +91,15 @@ def test_no_answer_at_all_is_a_failure():
 def test_tables():
     assert at_once(ROW) == ["8", "40,000", "1,234", "99.9", "10 / 20 / 1,030", "-"]
     waits = ["10 / 20 / 30", "2.0 / 3.0 / 4.0", "2.00", "1.00 / 2.00 / 3.00"]
-    assert coming(ROW) == ["8", "3.46", "442", *waits, "-", "[bold red]3[/bold red]"]
-    assert coming({**ROW, "mode": "poisson", "rate": 2.5, "failed": 0})[::8] == ["2.5/s", "0"]
+    assert arriving(ROW) == ["8", "3.46", "442", *waits, "-", "[bold red]3[/bold red]"]
+    assert arriving({**ROW, "mode": "poisson", "rate": 2.5, "failed": 0})[::8] == ["2.5/s", "0"]
     assert notes({"results": [ROW], "tokens": 128}) == [
         "failed at 8 clients, 2 times: gone",
         "failed at 8 clients, 1 times: HTTP 500",
-        "uneven at 8 clients: some were through before all had begun; give more --requests",
+        "uneven at 8 clients: some clients ended before all had started; give more --requests",
         "busy at 8 clients: requests were refused 5 times and sent again",
         "short at 8 clients: 1 answers have fewer than 128 tokens",
-        "merged at 8 clients: an event holds 2.5 tokens, whose own times are not seen",
+        "merged at 8 clients: an event holds 2.5 tokens, which have no times of their own",
     ]
     full = {**ROW, "full_load_s": 1.5, "failures": {}, "refused": 0, "short": 0, "tokens_per_event": 1.0}
     assert notes({"results": [full], "tokens": 128}) == []
@@ -120,7 +121,7 @@ def test_a_picture_needs_matplotlib(monkeypatch):
         check_plot(Path("a.png"))
 
 
-def test_options_are_handed_on_to_the_server(monkeypatch):
+def test_options_are_passed_to_the_server(monkeypatch):
     seen = []
 
     def refuse(words: object, *others: object) -> None:
@@ -141,12 +142,12 @@ def test_options_are_handed_on_to_the_server(monkeypatch):
         "--server-options",
         "--x 'a b'",
     )
-    call("--random", "--shape", "llama-8b", "--layers", 2, "--device", "cpu", "--parallel", 3)
+    call("--random", "--shape", "llama-8b", "--layers", 2, "--device", "cpu", "--max-sequences", 3)
     call("--device", "cuda")
     assert seen == [
-        ["a/model", "--kv", "k8v8", "--context", "4096", "--no-graph", "--exact", "--parallel", "64", "--x", "a b"],
-        ["--random", "--shape", "llama-8b", "--layers", "2", "--device", "cpu", "--parallel", "3"],
-        ["--device", "cuda", "--parallel", "128"],
+        ["a/model", "--kv", "k8v8", "--context", "4096", "--no-graph", "--exact", "--max-sequences", "64", "--x", "a b"],
+        ["--random", "--shape", "llama-8b", "--layers", "2", "--device", "cpu", "--max-sequences", "3"],
+        ["--device", "cuda", "--max-sequences", "128"],
     ]
 
 
@@ -183,7 +184,7 @@ def test_every_level_is_measured_once():
     assert bench_serve.parse_numbers("8, 1 8", "--clients", int, 100) == [1, 8]
 
 
-def test_prefixes_of_random_weights_are_not_kept_on_disk():
-    chosen = {"parallel": 1, "device": "cpu", "invented": True, "shape": "llama-8b", "layers": 1, "context": 64}
-    with pytest.raises(SettingsError, match="--prefix-disk is for models"):
-        open_desk(None, Pipe()[0], chosen | {"prefix_disk": "1GB"})
+def test_random_weights_refuse_a_prefix_cache_on_disk():
+    chosen = {"max_sequences": 1, "device": "cpu", "invented": True, "shape": "llama-8b", "layers": 1, "context": 64}
+    with pytest.raises(SettingsError, match="--prefix-disk needs a model"):
+        open_model_process(None, Pipe()[0], chosen | {"prefix_disk": "1GB"})

@@ -1,4 +1,4 @@
-"""`auraflux bench stream`: what it prints, and that it leaves nothing behind."""
+"""`auraflux bench stream`: output and cleanup."""
 
 import json
 import os
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from auraflux.bench import stream, streaming
+from auraflux.bench.offload import contenders, measure
 from auraflux.cli import main
-from auraflux.cli.bench_stream import parse_budget
+from auraflux.cli.bench.stream import parse_budget
 from auraflux.errors import InputError
 
 TINY = ["--shape", "256,128,8,2", "--layers", "2", "--tokens", "3", "--repeat", "1", "--budget", "50%"]
@@ -22,7 +22,7 @@ def call(*words: object) -> Result:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch) -> None:
-    monkeypatch.setattr(streaming, "RAW_S", 0.01)
+    monkeypatch.setattr(contenders, "RAW_S", 0.01)
 
 
 def test_tables_with_bars(tmp_path):
@@ -49,7 +49,7 @@ def test_json_that_is_also_saved(tmp_path):
 
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt, InputError("no more"), signal.SIGTERM])
-def test_nothing_is_left_however_it_ends(ending, tmp_path, monkeypatch):
+def test_temporary_files_are_always_removed(ending, tmp_path, monkeypatch):
     def stop(*args: object) -> None:
         assert list(tmp_path.iterdir())
         if isinstance(ending, signal.Signals):
@@ -57,7 +57,7 @@ def test_nothing_is_left_however_it_ends(ending, tmp_path, monkeypatch):
         else:
             raise ending
 
-    monkeypatch.setattr(stream.Runner, "run", stop)
+    monkeypatch.setattr(measure.Runner, "run", stop)
     before = signal.getsignal(signal.SIGTERM)
     assert call(*TINY, "--scratch", tmp_path).exit_code in (1, 130, 128 + signal.SIGTERM)
     assert not list(tmp_path.iterdir())

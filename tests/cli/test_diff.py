@@ -1,4 +1,4 @@
-"""`auraflux diff`: nothing where nothing differs, and where two ways part the token and layer."""
+"""`auraflux diff`: bit-identical runs, and the token and layer where two configurations diverge."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from auraflux.cli import main
-from tests.run.tiny import tiny
+from tests.engine.tiny import tiny
 
 KEEP = "--context 64 --device cpu --calibrate off"
 TEXT = "the cat sat on the mat and the cat saw the hat"
@@ -17,15 +17,15 @@ def run(a: str, b: str, *words: str) -> Result:
     return CliRunner().invoke(main, ["diff", str(tiny()), *ways, "-p", TEXT, *words])
 
 
-def test_the_same_way_twice_does_not_part():
+def test_equal_configurations_do_not_diverge():
     found = run("--kv none", "--kv none")
     assert found.exit_code == 0
-    assert found.stdout.startswith("no bit of any score differs")
+    assert found.stdout.startswith("all logits are bit-identical")
 
 
-def test_a_coarser_cache_parts_in_the_first_layer():
-    found = json.loads(run("--kv none", "--kv k2v2 --first 0 --newest 0", "--json").stdout)
-    # the first token sees only its own value, which is coded as well
+def test_fewer_bits_diverge_in_the_first_layer():
+    found = json.loads(run("--kv none", "--kv k2v2 --sink-tokens 0 --recent-window 0", "--json").stdout)
+    # the first token attends only to itself, whose value is quantized too
     assert (found["token"], found["layer"]) == (0, 0)
     assert 0 < found["kl_mean"] <= found["kl_most"]
     errors = [layer["error"] for layer in found["layers"]]
@@ -33,17 +33,17 @@ def test_a_coarser_cache_parts_in_the_first_layer():
     assert 0 < errors[0] < errors[1]
 
 
-def test_the_table_names_layers():
-    shown = run("--kv none", "--kv k2v2 --first 0 --newest 0 --piece 3").stdout
-    assert "parts at token 0 of" in shown
+def test_the_table_lists_layers():
+    shown = run("--kv none", "--kv k2v2 --sink-tokens 0 --recent-window 0 --prefill-chunk 3").stdout
+    assert "diverges at token 0 of" in shown
     assert "KL mean" in shown
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
-    [("--nothing", "No such option"), ("--kv 'k4", "cannot be split"), ("--speculate ngram", "Use --piece N")],
+    [("--nothing", "No such option"), ("--kv 'k4", "cannot be split"), ("--speculate ngram", "Use --prefill-chunk N")],
 )
-def test_what_is_no_way_is_refused(words: str, sentence: str):
+def test_an_invalid_configuration_is_refused(words: str, sentence: str):
     found = run("--kv none", words)
     assert found.exit_code == 1
     assert sentence in found.stderr

@@ -1,4 +1,4 @@
-"""`auraflux doctor`: what is found, and what it says of what is not."""
+"""`auraflux doctor`: its findings, and its advice for missing packages."""
 
 import json
 
@@ -22,7 +22,7 @@ def test_json_holds_every_section():
     assert {"cpu features", "instructions", "threads", "compiled kernels"} == set(found["kernels"])
 
 
-def test_table_marks_each_line():
+def test_the_table_shows_the_state_of_each_line():
     done = CliRunner().invoke(main, ["doctor"])
     assert done.exit_code == 0
     assert "✓  torch" in done.stdout
@@ -36,18 +36,18 @@ def test_a_missing_optional_package_comes_with_its_command(monkeypatch):
     assert (mlx["state"], mlx["advice"]) == ("optional", "for a peer in `auraflux bench`: pip install 'mlx[cpu]'")
 
 
-def test_a_missing_needed_package_fails(monkeypatch):
+def test_a_missing_required_package_fails(monkeypatch):
     monkeypatch.setattr(
         machine, "versions", lambda *names: dict.fromkeys(names, "1.0") | ({"gguf": None} if "gguf" in names else {})
     )
     done = CliRunner().invoke(main, ["doctor"])
     assert done.exit_code == 1
     assert "pip install gguf" in done.stdout
-    assert done.stderr == "error: packages this one needs are not installed: gguf. Run pip install gguf.\n"
+    assert done.stderr == "error: required packages are not installed: gguf. Run pip install gguf.\n"
 
 
 def test_a_cache_that_cannot_be_written_comes_with_advice(monkeypatch):
-    monkeypatch.setattr("auraflux.ops.simd.folder.CACHE_FOLDER", "")
+    monkeypatch.setattr("auraflux.ops.simd.compile.cache_folder.CACHE_FOLDER", "")
     found = diagnose()["kernels"]["compiled kernels"]
     assert found["state"] == "missing"
     assert "AURAFLUX_CACHE" in found["advice"]

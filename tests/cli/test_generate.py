@@ -1,4 +1,4 @@
-"""`auraflux generate` and `auraflux chat`: text on stdout, figures on stderr, one sentence for what does not fit."""
+"""`auraflux generate` and `auraflux chat`: output on stdout, statistics on stderr, one sentence per error."""
 
 import json
 import re
@@ -11,29 +11,29 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
 from auraflux.cli import main
-from tests.run.tiny import tiny
+from tests.engine.tiny import tiny
 
-KEEP = ["--context", "64", "--device", "cpu"]
+SMALL = ["--context", "64", "--device", "cpu"]
 
 
 def run(*words: str | Path, stdin: str | None = None) -> Result:
     return CliRunner().invoke(main, [str(word) for word in words], input=stdin)
 
 
-def spoiled(folder: Path, spoil: Callable[[Path], object]) -> Path:
-    """A copy of the tiny model with something wrong."""
+def broken(folder: Path, damage: Callable[[Path], object]) -> Path:
+    """Return a copy of the tiny model with a fault."""
     shutil.copytree(tiny(), folder)
-    spoil(folder)
+    damage(folder)
     return folder
 
 
 def without(key: str) -> Callable[[Path], object]:
-    def spoil(folder: Path) -> None:
+    def damage(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         del config[key]
         (folder / "config.json").write_text(json.dumps(config))
 
-    return spoil
+    return damage
 
 
 def template(source: str) -> Callable[[Path], object]:
@@ -68,8 +68,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_model_is_one_sentence(fault: str, tmp_path: Path):
-    spoil, message = FAULTS[fault]
-    result = run("generate", spoiled(tmp_path / "model", spoil), "--chat", "-p", "hi", *KEEP)
+    damage, message = FAULTS[fault]
+    result = run("generate", broken(tmp_path / "model", damage), "--chat", "-p", "hi", *SMALL)
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
     assert message in result.stderr
@@ -80,7 +80,7 @@ def test_a_broken_model_is_one_sentence(fault: str, tmp_path: Path):
     [
         (["generate", "nowhere/at/all"], "there is no model 'nowhere/at/all'"),
         (["generate", tiny()], "there is no prompt"),
-        (["generate", tiny(), "-p", "hello " * 90, *KEEP], "and the context is limited to 64"),
+        (["generate", tiny(), "-p", "hello " * 90, *SMALL], "and the context is limited to 64"),
         (["generate", tiny(), "-p", "x", "--kv", "k9v1"], "has no codebook"),
         (["generate", tiny(), "-p", "x", "--top-p", "7"], "top_p=7.0 must be above 0"),
         (["generate", tiny(), "-p", "x", "--quantize", "7"], "7 bits in groups of 64 is not a format"),
@@ -94,16 +94,18 @@ def test_a_wrong_request_is_one_sentence(words: list[str], message: str):
     assert message in result.stderr
 
 
-def test_text_is_on_stdout_and_figures_on_stderr():
-    result = run("generate", tiny(), "-p", "The quick", "-n", "5", *KEEP)
+def test_output_is_on_stdout_and_statistics_on_stderr():
+    result = run("generate", tiny(), "-p", "The quick", "-n", "5", *SMALL)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.strip()
-    assert "written 5 tokens" in result.stderr
-    assert re.search(r"cache [\d.]+ [kM]B \(k4v4, [\d.]+ [kM]B of it as it is\); uncompressed [\d.]+ [kM]B", result.stderr)
+    assert "generated 5 tokens" in result.stderr
+    assert re.search(
+        r"KV cache [\d.]+ [kM]B \(k4v4, [\d.]+ [kM]B in full precision\); uncompressed [\d.]+ [kM]B", result.stderr
+    )
 
 
-def test_json_has_text_and_figures():
-    result = run("generate", tiny(), "-p", "The quick", "-p", "x", "-n", "5", "--json", *KEEP)
+def test_json_has_outputs_and_statistics():
+    result = run("generate", tiny(), "-p", "The quick", "-p", "x", "-n", "5", "--json", *SMALL)
     found = json.loads(result.stdout)
     assert len(found["texts"]) == 2
     assert found["stats"]["tokens"] == 10
@@ -111,39 +113,39 @@ def test_json_has_text_and_figures():
     assert found["stats"]["invariant"] is False
 
 
-def test_figures_say_what_became_of_guesses_and_how_it_was_computed():
+def test_statistics_report_draft_tokens_and_batch_invariance():
     text = "the cat sat on the mat and the cat sat on the mat and the cat sat on the"
-    result = run("generate", tiny(), "-p", text, "-n", "40", "-t", "0", "--speculate", "ngram", "--invariant", *KEEP)
-    assert result.stderr.rstrip().endswith(" · invariant")
-    found = json.loads(run("generate", tiny(), "-p", "x", "-n", "4", "--invariant", "--json", *KEEP).stdout)["stats"]
+    result = run("generate", tiny(), "-p", text, "-n", "40", "-t", "0", "--speculate", "ngram", "--invariant", *SMALL)
+    assert result.stderr.rstrip().endswith(" · batch-invariant")
+    found = json.loads(run("generate", tiny(), "-p", "x", "-n", "4", "--invariant", "--json", *SMALL).stdout)["stats"]
     assert found["invariant"] is True
     assert (found["steps"], found["drafted"], found["accepted"]) == (4, 0, 0)
 
 
 def test_the_prompt_may_come_from_stdin():
-    typed = run("generate", tiny(), "-p", "fox", "-n", "4", *KEEP)
-    assert run("generate", tiny(), "-p", "-", "-n", "4", *KEEP, stdin="fox").stdout == typed.stdout
+    typed = run("generate", tiny(), "-p", "fox", "-n", "4", *SMALL)
+    assert run("generate", tiny(), "-p", "-", "-n", "4", *SMALL, stdin="fox").stdout == typed.stdout
 
 
-def test_chat_answers_forgets_and_leaves():
+def test_chat_answers_resets_and_exits():
     lines = "hello\n/stats\n/reset\n/nothing\n/help\nhello\n/exit\nnever read\n"
-    result = run("chat", tiny(), "-n", "4", "-t", "0", *KEEP, stdin=lines)
+    result = run("chat", tiny(), "-n", "4", "-t", "0", *SMALL, stdin=lines)
     assert result.exit_code == 0, result.stderr
     half = len(result.stdout) // 2
     assert result.stdout[:half] == result.stdout[half:] != ""
-    for said in ("The conversation is forgotten.", "there is no command /nothing", "Ctrl-C stops an answer"):
+    for said in ("Conversation cleared.", "unknown command /nothing", "Ctrl-C stops an answer"):
         assert said in result.stderr
 
 
-def test_a_conversation_that_grows_too_long_goes_on_after_a_reset():
-    result = run("chat", tiny(), "-n", "4", *KEEP, stdin="word " * 90 + "\nhello\n")
+def test_a_prompt_beyond_the_context_does_not_end_the_chat():
+    result = run("chat", tiny(), "-n", "4", *SMALL, stdin="word " * 90 + "\nhello\n")
     assert result.exit_code == 0
     assert "error: the prompt has" in result.stderr
     assert result.stdout.strip()
 
 
 def test_bench_model_prints_rates():
-    result = run("bench", "model", tiny(), "--at", "16", "--tokens", "4", "--repeat", "1", "--json", *KEEP)
+    result = run("bench", "model", tiny(), "--at", "16", "--tokens", "4", "--repeat", "1", "--json", *SMALL)
     found = json.loads(result.stdout)
     assert [row["context"] for row in found["results"]] == [16]
     assert found["results"][0]["decode_rate"] > 0

@@ -1,4 +1,4 @@
-"""Starting, failing and being interrupted."""
+"""Start, failure and interruption of the command line."""
 
 import gc
 import os
@@ -14,10 +14,10 @@ from click.testing import CliRunner
 
 import auraflux
 from auraflux.cli import main
-from auraflux.cli.environment import OURS
-from auraflux.cli.importing import importing
-from auraflux.cli.manual import pages
-from auraflux.cli.ops_page import ops_page
+from auraflux.cli.options.environment import OURS
+from auraflux.cli.options.importing import importing
+from auraflux.cli.output.manual import pages
+from auraflux.cli.output.ops_page import ops_page
 from auraflux.errors import BackendError
 from auraflux.ops import all_ops
 
@@ -74,18 +74,18 @@ def test_bad_environment_is_one_sentence_in_a_process():
     done = auraflux_process("ops", env={**os.environ, "AURAFLUX_BACKEND": "tpu"})
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr == "error: AURAFLUX_BACKEND is 'tpu'. It may be one of: reference, cpu, cuda.\n"
+    assert done.stderr == "error: AURAFLUX_BACKEND is 'tpu'. Choose one of: reference, cpu, cuda.\n"
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "many", ""])
-def test_a_number_of_threads_that_cannot_be_is_one_sentence(monkeypatch, count):
+def test_an_invalid_number_of_threads_is_one_sentence(monkeypatch, count):
     monkeypatch.setenv("NUMBA_NUM_THREADS", count)
     done = CliRunner().invoke(main, ["doctor"])
     assert done.exit_code == 1
-    assert done.stderr == f"error: NUMBA_NUM_THREADS is {count!r}. It must be a whole number above 0.\n"
+    assert done.stderr == f"error: NUMBA_NUM_THREADS is {count!r}. It must be an integer above 0.\n"
 
 
-def test_an_output_of_ascii_gets_what_it_cannot_hold_as_numbers():
+def test_ascii_output_escapes_other_characters():
     plain = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     command = "main.add_command(click.Command('say', callback=lambda: print(chr(0x2713))))"
     code = f"import click; from auraflux.cli import main; {command}; main(['say'])"
@@ -94,7 +94,7 @@ def test_an_output_of_ascii_gets_what_it_cannot_hold_as_numbers():
 
 
 @pytest.mark.parametrize("words", [[], ["bench"]])
-def test_no_command_is_told_in_half_a_sentence(words):
+def test_a_missing_command_prints_usage(words):
     assert "..." not in CliRunner().invoke(main, [*words, "--help"], terminal_width=80).output.split("Commands:")[1]
 
 
@@ -117,7 +117,7 @@ def test_interrupting_a_process():
     code = (
         "import click, signal, time\n"
         "from auraflux.cli import main\n"
-        # what runs in the background of a shell inherits that interrupts are ignored
+        # background jobs of a shell inherit ignored interrupts
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "wait = lambda: (click.echo('ready'), time.sleep(60))\n"
         "main.add_command(click.Command('wait', callback=wait))\n"
@@ -157,17 +157,17 @@ def test_a_broken_pipe_is_quiet():
 
 
 @pytest.mark.parametrize("page", ["cli.md", "ops.md"])
-def test_pages_made_from_the_program_are_up_to_date(page, pytestconfig):
+def test_generated_pages_are_up_to_date(page, pytestconfig):
     written = (pytestconfig.rootpath / "docs" / page).read_text()
     assert written == pages(main)[page], f"docs/{page} is stale: run `make docs`"
 
 
-def test_the_manual_has_every_environment_variable_of_ours():
+def test_the_manual_lists_our_environment_variables():
     sources = [path.read_text() for path in Path(auraflux.__file__).parent.rglob("*.py") if path.stem != "environment"]
     assert set(re.findall(r"\bAURAFLUX_[A-Z]\w*", "\n".join(sources))) == set(OURS)
 
 
-def test_the_table_of_ops_has_the_kernels_that_are_found():
+def test_the_table_of_ops_lists_the_kernels():
     pytest.importorskip("triton")
     page = ops_page().splitlines()
     for op in all_ops():
@@ -175,7 +175,7 @@ def test_the_table_of_ops_has_the_kernels_that_are_found():
         assert f"| {' '.join(op.backends())} |" in row
 
 
-def test_importing_looks_for_no_garbage_and_leaves_modules_out_of_it_later(monkeypatch):
+def test_importing_disables_garbage_collection_and_freezes_modules(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch")
     try:
         with importing():
@@ -186,14 +186,14 @@ def test_importing_looks_for_no_garbage_and_leaves_modules_out_of_it_later(monke
         gc.unfreeze()
 
 
-def test_importing_that_fails_leaves_garbage_to_be_looked_for(monkeypatch):
+def test_a_failed_import_enables_garbage_collection(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch")
     with pytest.raises(ImportError), importing():
         raise ImportError
     assert gc.isenabled()
 
 
-def test_objects_that_may_be_more_than_modules_stay_in_sight():
+def test_importing_after_torch_freezes_nothing():
     assert "torch" in sys.modules
     before = gc.get_freeze_count()
     with importing():

@@ -1,4 +1,4 @@
-"""`auraflux pull`, `inspect` and `convert`: what they print, and how they fail."""
+"""`auraflux pull`, `inspect` and `convert`: output and errors."""
 
 import json
 import os
@@ -9,11 +9,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from auraflux.cli import main
-from auraflux.run.tokenizer import Tokenizer
-from auraflux.weights import pull as fetching
-from tests.run.tiny import tiny
-from tests.weights.gguf_files import llama_tensors, write_gguf
-from tests.weights.quantized_folders import FOLDERS, rewrite
+from auraflux.tokenizer.tokenizer import Tokenizer
+from auraflux.weights.download import pull as fetching
+from tests.engine.tiny import tiny
+from tests.weights.formats.gguf_files import llama_tensors, write_gguf
+from tests.weights.formats.quantized_folders import FOLDERS, rewrite
 
 
 def call(*words: object) -> Result:
@@ -32,13 +32,13 @@ def test_pull_prints_the_path(model: Path, monkeypatch):
         assert (done.exit_code, done.stdout) == (0, f"{model}\n")
 
 
-def test_pull_prints_a_path_that_is_no_text(tmp_path):
+def test_pull_prints_a_path_that_is_not_valid_text(tmp_path):
     folder = tmp_path / "\udc80"
     folder.mkdir()
     assert call("pull", folder).stdout_bytes == os.fsencode(folder) + b"\n"
 
 
-def test_pull_of_nothing_fails_in_one_sentence():
+def test_pull_of_an_unknown_model_fails_in_one_sentence():
     done = call("pull", "no-such-model")
     assert done.exit_code == 1
     assert done.stderr.startswith("error: there is no model 'no-such-model': no such folder or file")
@@ -65,16 +65,16 @@ def test_inspect_in_json(model: Path):
 @pytest.mark.parametrize(
     ("kind", "label", "note"),
     [
-        ("awq", "AWQ 4 bits, groups of 32", "AWQ: 14 weights are kept to the bit: scale * (code - zero)."),
+        ("awq", "AWQ 4 bits, groups of 32", "AWQ: 14 weights are bit-exact: scale * (code - zero)."),
         (
             "gptq-act-order",
             "GPTQ 4 bits, groups of 32, as float32",
-            "whose inputs are not in the order of their groups. --quantize 8",
+            "with act-order. --quantize 8",
         ),
-        ("fp8", "FP8, blocks of 128 x 128", "FP8: 14 weights are kept to the bit: code * scale in float32."),
+        ("fp8", "FP8, blocks of 128 x 128", "FP8: 14 weights are bit-exact: code * scale in float32."),
     ],
 )
-def test_inspect_says_what_is_kept_of_other_formats(kind: str, label: str, note: str, tmp_path: Path):
+def test_inspect_notes_quantized_formats(kind: str, label: str, note: str, tmp_path: Path):
     rewrite(tiny(text=False), tmp_path / "q", *FOLDERS[kind])
     found = json.loads(call("inspect", tmp_path / "q", "--json").stdout)
     assert found["form"] == "hf"
@@ -86,39 +86,39 @@ def test_inspect_says_what_is_kept_of_other_formats(kind: str, label: str, note:
 
 
 @pytest.mark.parametrize(
-    ("kind", "label", "kept", "cpu"),
+    ("kind", "label", "precision", "cpu"),
     [
-        ("awq", "AWQ 4 bits, groups of 32", "kept to the bit", "codes are read as they are"),
+        ("awq", "AWQ 4 bits, groups of 32", "bit-exact", "dequantized in registers"),
         (
             "gptq-act-order",
             "GPTQ 4 bits, groups of 32, as float32",
-            "exact, but held in float32",
-            "read as they are, 16 or 32 bits",
+            "exact, but stored as float32",
+            "dense, 16 or 32 bits",
         ),
-        ("nvfp4", "NVFP4", "kept to the bit", "codes are read as they are"),
+        ("nvfp4", "NVFP4", "bit-exact", "dequantized in registers"),
     ],
 )
-def test_inspect_says_how_formats_run(kind: str, label: str, kept: str, cpu: str, tmp_path: Path):
+def test_inspect_shows_the_kernels_of_formats(kind: str, label: str, precision: str, cpu: str, tmp_path: Path):
     rewrite(tiny(text=False), tmp_path / "q", *FOLDERS[kind])
     found = json.loads(call("inspect", tmp_path / "q", "--json").stdout)
     run = next(each for each in found["runs"] if each["format"] == label)
-    assert run["kept"] == kept
+    assert run["precision"] == precision
     assert not run["experts"]
-    assert run["paces"]["cpu"]["one"]["does"].startswith(cpu)
-    assert set(run["paces"]) == {"cpu", "cuda"}
-    assert all(pace["does"] and pace["fast"] for paces in run["paces"].values() for pace in paces.values())
+    assert run["speeds"]["cpu"]["one"]["method"].startswith(cpu)
+    assert set(run["speeds"]) == {"cpu", "cuda"}
+    assert all(speed["method"] and speed["speed"] for speeds in run["speeds"].values() for speed in speeds.values())
     assert found["advice"] == []
 
 
-def test_inspect_asks_for_what_dense_weights_become(tmp_path: Path):
-    plain, rounded = (
+def test_inspect_shows_dense_weights_as_quantized(tmp_path: Path):
+    dense, quantized = (
         json.loads(call("inspect", tiny(text=False), "--json", *words).stdout)["runs"][0] for words in ([], ["--quantize", 4])
     )
-    assert (plain["kept"], rounded["kept"]) == ("kept as it is", "rounded to 4 bits in groups of 64")
-    assert rounded["paces"]["cpu"]["one"]["does"].startswith("codes are read")
+    assert (dense["precision"], quantized["precision"]) == ("unquantized", "quantized to 4 bits in groups of 64")
+    assert quantized["speeds"]["cpu"]["one"]["method"].startswith("dequantized in registers")
 
 
-def test_inspect_of_what_does_not_fit_says_what_to_do(model: Path, monkeypatch):
+def test_inspect_advises_when_weights_do_not_fit(model: Path, monkeypatch):
     small = SimpleNamespace(memory_nbytes=1)
     monkeypatch.setattr("auraflux.machine.this_machine", lambda: small)
     found = json.loads(call("inspect", model, "--json").stdout)
@@ -137,7 +137,7 @@ def test_inspect_of_what_does_not_fit_says_what_to_do(model: Path, monkeypatch):
     ],
     ids=lambda config: config["quant_method"],
 )
-def test_what_is_refused_has_something_in_its_place(config: dict, tmp_path: Path):
+def test_an_unsupported_format_suggests_alternatives(config: dict, tmp_path: Path):
     rewrite(tiny(text=False), tmp_path / "q", config, lambda weight, number: ({"weight": weight}, weight))
     done = call("inspect", tmp_path / "q")
     assert done.exit_code == 1
@@ -145,25 +145,25 @@ def test_what_is_refused_has_something_in_its_place(config: dict, tmp_path: Path
     assert done.stderr.count("\n") == 1
 
 
-def test_inspect_of_another_method_says_what_to_use(tmp_path: Path):
+def test_inspect_of_an_unknown_method_lists_the_known(tmp_path: Path):
     rewrite(tiny(text=False), tmp_path / "q", {"quant_method": "quip"}, lambda weight, number: ({"weight": weight}, weight))
     done = call("inspect", tmp_path / "q")
     assert done.exit_code == 1
-    assert "quantized by 'quip', which is not read. Methods that are: awq, gptq" in done.stderr
+    assert "quantized by 'quip', which is not supported. Supported: awq, gptq" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_inspect_counts_rounding(tmp_path):
+def test_inspect_counts_quantized_bytes(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", llama_tensors(), "F32")
-    plain, rounded = (
+    dense, quantized = (
         json.loads(call("inspect", path, "--json", *words).stdout)["total"]["memory_nbytes"]
         for words in ([], ["--quantize", 4])
     )
-    assert rounded < plain / 5
+    assert quantized < dense / 5
     assert "7 bits in groups of 64 is not a format" in call("inspect", path, "--quantize", 7).stderr
 
 
-def test_what_does_not_fit_is_marked(model: Path, monkeypatch):
+def test_memory_that_does_not_fit_is_shown(model: Path, monkeypatch):
     monkeypatch.setattr("auraflux.machine.free_nbytes", lambda: 1)
     assert "~ " in call("inspect", model).stdout
     found = json.loads(call("inspect", model, "--json").stdout)
@@ -194,12 +194,12 @@ def test_inspect_fails_in_one_sentence(tmp_path, config: str | None, message: st
 
 
 def test_convert_writes_a_folder(model: Path, tmp_path):
-    done = call("convert", model, tmp_path / "mlx", "--bits", 4, "--group", 32)
+    done = call("convert", model, tmp_path / "mlx", "--bits", 4, "--group-size", 32)
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith(f"{tmp_path / 'mlx'}: 0.")
     assert json.loads(call("inspect", tmp_path / "mlx", "--json").stdout)["form"] == "mlx"
     done = call("convert", model, tmp_path / "mlx")
-    assert (done.exit_code, done.stderr) == (1, f"error: {tmp_path / 'mlx'} is already there. Use --force to replace it.\n")
+    assert (done.exit_code, done.stderr) == (1, f"error: {tmp_path / 'mlx'} already exists. Use --force to replace it.\n")
     assert call("convert", model, tmp_path / "mlx", "--force").exit_code == 0
 
 
@@ -214,8 +214,8 @@ def test_convert_writes_the_tokenizer_of_a_gguf_file(tmp_path):
     assert tokenizer.apply_template([{"role": "user", "content": "hi"}]) == "hi"
 
 
-def test_convert_says_when_there_is_no_tokenizer(model: Path, tmp_path):
+def test_convert_notes_a_missing_tokenizer(model: Path, tmp_path):
     done = call("convert", model, tmp_path / "mlx")
     assert done.exit_code == 0
-    assert done.stderr.startswith("note: the tokenizer was left out.")
+    assert done.stderr.startswith("note: the tokenizer was not converted.")
     assert not (tmp_path / "mlx" / "tokenizer.json").exists()

@@ -1,4 +1,4 @@
-"""Command lines, settings and streams that nobody means: one sentence, the right exit code, never a traceback."""
+"""Invalid command lines, settings and streams: one sentence, the right exit code, never a traceback."""
 
 import os
 import re
@@ -15,11 +15,11 @@ from click.testing import CliRunner
 import auraflux
 from auraflux.cache import CacheSettings
 from auraflux.cli import main
+from auraflux.engine.sampling import Sampling
 from auraflux.errors import AurafluxError, FormatError, InputError, SettingsError
-from auraflux.run.loading import Loading
-from auraflux.run.sampling import Sampling
-from tests.run.tiny import tiny
-from tests.weights.gguf_files import llama_tensors, write_gguf
+from auraflux.loading.model_loader import ModelLoader
+from tests.engine.tiny import tiny
+from tests.weights.formats.gguf_files import llama_tensors, write_gguf
 
 KEEP = ("-n", "2", "--context", "64")
 NO_FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
@@ -35,7 +35,7 @@ def shell(words: list[Any], redirected: str) -> subprocess.CompletedProcess[str]
 
 
 def refused(*words: Any) -> str:
-    """The sentence with which a command ends."""
+    """Run a command that fails; return its error message."""
     done = CliRunner().invoke(main, list(map(str, words)))
     assert done.exit_code == 1, done.output
     assert done.stderr.startswith("error: ")
@@ -50,7 +50,7 @@ def test_a_closed_stdin_is_one_sentence(words: list[str]):
     assert (done.returncode, done.stderr) == (1, "error: stdin is closed, so nothing can be read from it.\n")
 
 
-def test_a_stdin_that_is_no_text_is_one_sentence():
+def test_binary_stdin_is_one_sentence():
     octets = shlex.quote("\\377")
     command = (
         f"printf {octets} | PYTHONUTF8=0 LC_ALL=C.UTF-8 PYTHONIOENCODING=utf-8:strict {sys.executable} -m auraflux generate"
@@ -73,7 +73,7 @@ def test_output_that_cannot_be_written_is_one_sentence(words: list[Any], where: 
 
 
 @pytest.mark.parametrize(("where", "why"), UNWRITABLE)
-def test_text_that_cannot_be_written_is_one_sentence(where: str, why: str):
+def test_streamed_output_that_cannot_be_written_is_one_sentence(where: str, why: str):
     done = shell(["generate", tiny(), "-p", "The quick", *KEEP], f">{where}")
     assert done.returncode == 1
     assert done.stderr.endswith(f"error: the output cannot be written: {why}.\n")
@@ -81,7 +81,7 @@ def test_text_that_cannot_be_written_is_one_sentence(where: str, why: str):
 
 
 @pytest.mark.parametrize("words", [["ops", "--case", "x" * 5000], ["stream", "--scratch", "a\nb"]])
-def test_what_was_given_is_cut_and_in_one_line(words: list[str]):
+def test_long_input_is_truncated_in_messages(words: list[str]):
     done = CliRunner().invoke(main, ["bench", *words])
     assert done.exit_code == 1
     assert done.stderr.startswith("error: ")
@@ -108,21 +108,21 @@ def test_a_destination_that_cannot_be(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--context", "99999999999"], "context=99999999999 would take "),
-        (["--context", "1" + "0" * 30], "must be a whole number from 1 to 1,099,511,627,776"),
-        (["--context", "0"], "context=0 must be a whole number"),
+        (["--context", "99999999999"], "context=99999999999 needs "),
+        (["--context", "1" + "0" * 30], "must be an integer from 1 to 1,099,511,627,776"),
+        (["--context", "0"], "context=0 must be an integer"),
         (["--quantize", "99"], "99 bits in groups of 64 is not a format"),
-        (["--newest", "1" + "0" * 20], "newest=100000000000000000000 is more than"),
-        (["--sparse-v", "nan"], "sparse_v=nan is no share of all weights"),
+        (["--recent-window", "1" + "0" * 20], "recent_window=100000000000000000000 is more than"),
+        (["--sparse-v", "nan"], "sparse_v=nan is a share of the attention weights"),
         (["--temperature", "1e400"], "temperature=inf must be from 0 to 1,000,000"),
         (["--frequency-penalty", "-1e300"], "frequency_penalty=-1e+300 must be from -1,000 to 1,000"),
         (["--repetition-penalty", "nan"], "repetition_penalty=nan must be above 0"),
         (["--prompt", ""], "the prompt is empty"),
-        (["--prompt", "\udcff"], "it is not UTF-8 at character 0"),
-        (["--hosts", "10.0.0.1,10.0.0.2"], "Give --parallel, too"),
+        (["--prompt", "\udcff"], "invalid UTF-8 at character 0"),
+        (["--hosts", "10.0.0.1,10.0.0.2"], "--hosts needs --parallel"),
     ],
 )
-def test_options_beyond_reason(options: list[str], said: str):
+def test_extreme_options(options: list[str], said: str):
     prompt = [] if "--prompt" in options else ["-p", "a"]
     assert said in refused("generate", tiny(), *prompt, "-n", "2", *options)
 
@@ -141,13 +141,13 @@ def test_seconds_of_a_server(option: str, seconds: str):
         ({"prefix_disk": "much"}, "'much' is not a size"),
     ],
 )
-def test_what_is_wrong_is_said_before_weights_are_read(given: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Loading, "run", lambda *_: pytest.fail("weights are read"))
+def test_settings_are_checked_before_weights_are_read(given: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ModelLoader, "run", lambda *_: pytest.fail("weights are read"))
     with pytest.raises(AurafluxError, match=re.escape(said)):
         auraflux.load(tiny(), device="cpu", context=64, **given)
 
 
-def test_bits_are_looked_at_before_a_file_of_codes_is_loaded(tmp_path: Path):
+def test_bits_are_checked_before_quantized_weights_are_loaded(tmp_path: Path):
     path = write_gguf(tmp_path / "m.gguf", llama_tensors(), "Q8_0", tokenizer=True)
     with pytest.raises(FormatError, match="99 bits in groups of 64 is not a format"):
         auraflux.load(path, quantize=99, device="cpu", context=64)
@@ -184,35 +184,37 @@ def test_settings_of_the_wrong_kind_are_refused(given: dict[str, Any]):
     assert len(str(caught.value)) < 300
 
 
-def test_usual_settings_are_taken():
+def test_usual_settings_are_accepted():
     assert Sampling(stop="a").stop == ("a",)
     assert Sampling(stop=["a", "b"]).stop == ("a", "b")
     assert Sampling(stop=None).stop == ()
     Sampling(temperature=2, presence_penalty=-2.0, logit_bias={5: float("-inf"), 6: -100})
 
 
-def test_prompts_that_are_no_tokens_are_refused():
+def test_prompts_of_the_wrong_type_are_refused():
     model = auraflux.load(tiny(), device="cpu", context=64)
     for wrong in (b"abc", bytearray(b"a"), [1.7], [1, "2"], [True], 5, None, {"a": 1}, [[1]]):
-        with pytest.raises(InputError, match="a prompt is text or a list of token ids, not "):
+        with pytest.raises(InputError, match="a prompt must be a string or a list of token ids, not "):
             model.generate(wrong)
     assert list(model.tokens(torch.tensor([5, 6]), max_tokens=2)) == list(model.tokens((5, 6), max_tokens=2))
 
 
-@pytest.mark.parametrize("given", [{"context": 1.5}, {"context": "64"}, {"chunk": 0}, {"sequences": 10**9}, {"context": True}])
-def test_sizes_are_whole_numbers(given: dict[str, Any]):
-    with pytest.raises(SettingsError, match="must be a whole number from 1 to"):
+@pytest.mark.parametrize(
+    "given", [{"context": 1.5}, {"context": "64"}, {"chunk": 0}, {"max_sequences": 10**9}, {"context": True}]
+)
+def test_sizes_are_integers(given: dict[str, Any]):
+    with pytest.raises(SettingsError, match="must be an integer from 1 to"):
         auraflux.load(tiny(), device="cpu", **given)
 
 
-def test_negative_settings_of_a_cache():
-    with pytest.raises(SettingsError, match="newest=-1 is negative"):
-        CacheSettings("k8v4", newest=-1)
+def test_negative_cache_settings():
+    with pytest.raises(SettingsError, match="recent_window=-1 is negative"):
+        CacheSettings("k8v4", recent_window=-1)
 
 
-def test_memory_that_ends_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
+def test_running_out_of_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
     def full(*_: Any, **__: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("auraflux.run.load.load", full)
+    monkeypatch.setattr("auraflux.loading.load.load_with", full)
     assert refused("generate", tiny(), "-p", "a") == "error: there is not enough memory.\n"

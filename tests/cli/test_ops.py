@@ -44,7 +44,7 @@ def listed(*words: str) -> list[dict]:
     return json.loads(done.stdout)
 
 
-def test_every_origin_has_exactly_one_home():
+def test_every_origin_has_exactly_one_op():
     found = Counter(name for row in listed() for name in row["origins"])
     assert {name: count for name, count in found.items() if count > 1} == {}
     assert set(ORIGINS.split()) - set(found) == set()
@@ -66,7 +66,7 @@ def test_table_names_every_op_and_origin():
 
 
 def doubled(x: torch.Tensor) -> torch.Tensor:
-    """Twice x."""
+    """Return twice x."""
     return 2 * x
 
 
@@ -88,7 +88,7 @@ def one_op(monkeypatch):
     return make
 
 
-def test_check_shows_what_declined(one_op):
+def test_check_shows_declined_cases(one_op):
     def kernel(x):
         if x.numel() > 100:
             raise Declined("more than [x] 100")
@@ -140,7 +140,7 @@ def test_a_case_is_explained():
 
 
 @pytest.mark.parametrize(("words", "known"), [(["linar", "x"], "linear"), (["linear", "4bit"], "4bit-1")])
-def test_what_cannot_be_explained_is_told(words: list[str], known: str):
+def test_unknown_names_are_refused(words: list[str], known: str):
     pytest.importorskip("triton")
     done = CliRunner().invoke(main, ["ops", "--explain", *words])
     assert done.exit_code == 1
@@ -171,7 +171,7 @@ def test_a_model_is_explained():
 @pytest.mark.parametrize(
     "words", [["linear", "4bit-1", "--kv", "none"], ["linear", "4bit-1", "--batch", "2", "--exact"], ["model", "llama-9b"]]
 )
-def test_options_of_models_are_theirs_alone(words: list[str]):
+def test_model_options_need_a_model(words: list[str]):
     done = CliRunner().invoke(main, ["ops", "--explain", *words])
     assert done.exit_code == 1
     assert done.output.startswith("error: ")
@@ -179,7 +179,7 @@ def test_options_of_models_are_theirs_alone(words: list[str]):
 
 
 @pytest.mark.parametrize("option", ["--batch", "--at"])
-def test_sizes_that_no_machine_has_are_refused(option: str):
+def test_extreme_sizes_are_refused(option: str):
     done = CliRunner().invoke(main, ["ops", "--explain", "model", "llama-8b", option, "1" + 30 * "0"])
     assert done.exit_code == 2
     assert f"Invalid value for '{option}'" in done.output

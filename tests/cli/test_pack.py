@@ -1,4 +1,4 @@
-"""`auraflux pack`: what it prints, and how it fails."""
+"""`auraflux pack`: output and errors."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from auraflux.cli import main
-from auraflux.run import calibration
-from auraflux.run.load import load
-from auraflux.run.tokenizer import Tokenizer
-from auraflux.weights import packing
-from auraflux.weights.expert_files import open_experts
-from tests.weights.gguf_files import HIDDEN, WIDTH, llama_tensors, write_gguf
+from auraflux.engine import calibration
+from auraflux.loading.load import load
+from auraflux.tokenizer.tokenizer import Tokenizer
+from auraflux.weights.convert import expert_packer
+from auraflux.weights.experts.packed_files import open_experts
+from tests.weights.formats.gguf_files import HIDDEN, WIDTH, llama_tensors, write_gguf
 
 
 def call(*words: object) -> Result:
@@ -21,7 +21,7 @@ def call(*words: object) -> Result:
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    """A tiny mixture with a tokenizer."""
+    """A tiny mixture-of-experts model with a tokenizer."""
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in (f"model.layers.{i}" for i in range(2)):
         shapes |= {f"{layer}.mlp.switch_mlp.{kind}_proj.weight": (5, 64, HIDDEN) for kind in ("gate", "up")}
@@ -37,23 +37,23 @@ def test_it_writes_a_folder_with_its_tokenizer(model: Path, tmp_path):
     done = call("pack", model, tmp_path / "packed")
     assert (done.exit_code, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{tmp_path / 'packed'}: 10 experts in 2 layers, 0.")
-    assert "runs with --expert-memory 114.69kB or more" in done.stdout
+    assert "needs --expert-memory 114.69kB or more" in done.stdout
     tokenizer = Tokenizer.from_folder(tmp_path / "packed")
     assert tokenizer is not None
     assert tokenizer.encode("ab a") == [2, 5, 3]
     assert json.loads((tmp_path / "packed" / "config.json").read_text())["quantization"]["bits"] == 8
 
 
-def test_fewer_bits_and_rows_for_a_gpu(model: Path, tmp_path):
-    done = call("pack", model, tmp_path / "packed", "--quantize", 4, "--group", 32, "--for", "cuda")
+def test_fewer_bits_and_the_gpu_layout(model: Path, tmp_path):
+    done = call("pack", model, tmp_path / "packed", "--quantize", 4, "--group-size", 32, "--for", "cuda")
     assert done.exit_code == 0, done.output
     found = open_experts(tmp_path / "packed")
     assert found.lanes == 1
     assert {file.like["gate"].bits for file in found.files} == {4}
 
 
-def test_an_interruption_says_how_to_go_on(model: Path, tmp_path, monkeypatch):
-    write, calls = packing._write_all, []
+def test_an_interruption_says_how_to_resume(model: Path, tmp_path, monkeypatch):
+    write, calls = expert_packer._write_all, []
 
     def stop(*args) -> None:
         calls.append(args)
@@ -61,10 +61,10 @@ def test_an_interruption_says_how_to_go_on(model: Path, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         write(*args)
 
-    monkeypatch.setattr(packing, "_write_all", stop)
+    monkeypatch.setattr(expert_packer, "_write_all", stop)
     done = call("pack", model, tmp_path / "packed")
     assert done.exit_code == 130
-    assert done.stderr == f"note: what is done is kept in {tmp_path / 'packed'}.partial; the same command goes on with it.\n"
+    assert done.stderr == f"note: progress is saved in {tmp_path / 'packed'}.partial; run the same command again to resume.\n"
     assert call("pack", model, tmp_path / "packed").exit_code == 0
     assert not (tmp_path / "packed.partial").exists()
 
@@ -75,8 +75,8 @@ def test_failures_are_one_sentence(model: Path, tmp_path):
     for words, message in (
         ([tmp_path / "nothing", tmp_path / "x"], "there is no model"),
         ([dense, tmp_path / "x"], "has no experts, so there is nothing to pack"),
-        ([model, tmp_path / "packed"], "is already there. Use --force to replace it"),
-        ([tmp_path / "packed", tmp_path / "packed", "--force"], "is the model that is to be written anew"),
+        ([model, tmp_path / "packed"], "already exists. Use --force to replace it"),
+        ([tmp_path / "packed", tmp_path / "packed", "--force"], "is the source model"),
         ([model, tmp_path / "x", "--quantize", 7], "7 bits in groups of 64 is not a format"),
     ):
         done = call("pack", *words)
@@ -87,17 +87,17 @@ def test_failures_are_one_sentence(model: Path, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_what_is_known_of_keys_goes_along(model: Path, tmp_path, monkeypatch: pytest.MonkeyPatch):
-    kept = tmp_path / "kept"
-    monkeypatch.setattr(calibration, "folder", lambda: kept)
+def test_key_calibration_is_copied(model: Path, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    cached = tmp_path / "cached"
+    monkeypatch.setattr(calibration, "folder", lambda: cached)
     options = {"kv": "k4v4", "context": 64, "device": "cpu"}
-    wanted = load(model, **options).engine.cache.vectors
+    wanted = load(model, **options).engine.cache.key_calibration
     assert call("pack", model, tmp_path / "packed").exit_code == 0
-    kept.rename(tmp_path / "gone")
-    found = load(tmp_path / "packed", **options).engine.cache.vectors
+    cached.rename(tmp_path / "gone")
+    found = load(tmp_path / "packed", **options).engine.cache.key_calibration
     assert found.digest == wanted.digest
-    assert not kept.exists()
-    # other weights have other keys
-    (tmp_path / "gone").rename(kept)
-    assert call("pack", model, tmp_path / "fewer", "--quantize", 4, "--group", 32).exit_code == 0
-    assert not (tmp_path / "fewer" / calibration.CARRIED).exists()
+    assert not cached.exists()
+    # requantized weights have other keys
+    (tmp_path / "gone").rename(cached)
+    assert call("pack", model, tmp_path / "fewer", "--quantize", 4, "--group-size", 32).exit_code == 0
+    assert not (tmp_path / "fewer" / calibration.MODEL_FILE).exists()

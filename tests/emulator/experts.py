@@ -1,4 +1,4 @@
-"""The expert kernels for few and for some tokens on numpy: what `ptx.Machine` needs for them."""
+"""Emulation of the expert kernels for one and several tokens on numpy, on top of `ptx.Machine`."""
 
 import re
 from types import SimpleNamespace
@@ -7,9 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from auraflux.ops.moe.cuda import assign, matvec_tma, persistent, slots, topk
-from auraflux.ops.moe.cuda.stacks import Passed
-from auraflux.ops.moe.cuda.topk import CHOOSE
+from auraflux.ops.moe.cuda.gemm import persistent as gemm_persistent
+from auraflux.ops.moe.cuda.matvec import few_tokens as matvec_few_tokens
+from auraflux.ops.moe.cuda.matvec import tma as matvec_tma
+from auraflux.ops.moe.cuda.routing import assign as routing_assign
+from auraflux.ops.moe.cuda.routing import topk as routing_topk
+from auraflux.ops.moe.cuda.routing.topk import CHOOSE
+from auraflux.ops.moe.cuda.stacks import StackArgs
 from auraflux.quant import QTensor
 from tests.emulator.ptx import Address, Device, Lanes, Machine
 from tests.emulator.rebind import rebound
@@ -20,7 +24,7 @@ ASIDE = ("mbarrier", "AGAIN", "SKIP", "@p mbarrier", "@p fence", "@p bra", "@!p 
 
 
 class Typed(Address):
-    """Places of elements of one kind."""
+    """Addresses of elements of one dtype."""
 
     def __init__(self, at: Any, size: int, kind: Any):
         super().__init__(at, size)
@@ -35,12 +39,12 @@ def placed(device: Device, tensor: torch.Tensor | None) -> Typed | None:
     return None if address is None or tensor is None else Typed(address.at, address.size, KINDS[tensor.dtype])
 
 
-def passed(device: Device, stack: QTensor | None) -> Passed | None:
-    """A stack or a shared expert's weight as kernels take it, put on the device."""
+def passed(device: Device, stack: QTensor | None) -> StackArgs | None:
+    """Return a stack or a shared expert's weight as kernels take it, copied to the device."""
     if stack is None:
         return None
     arrays = [placed(device, each) for each in (stack.packed, stack.scales, stack.biases)]
-    return Passed(*arrays, stack.packed.stride(0), stack.scales.stride(0))  # type: ignore[arg-type]
+    return StackArgs(*arrays, stack.packed.stride(0), stack.scales.stride(0))  # type: ignore[arg-type]
 
 
 def pairs_fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -52,7 +56,7 @@ def pairs_fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 class SlotMachine(Machine):
-    """Adds typed memory, shuffles and votes, and TMA, whose copies are done when asked for."""
+    """Adds typed memory, shuffles and votes, and TMA, whose copies complete when requested."""
 
     def __init__(self, device: Device, warps: int, programs: int, *ids: int):
         super().__init__(device, warps, *ids)
@@ -93,7 +97,7 @@ class SlotMachine(Machine):
         return super().inline_asm_elementwise(text, registers, args, dtype, is_pure, pack)
 
     def _chosen(self, aside: Any, lane: Any, last: Any, *keys: Any) -> Lanes:
-        """What the loop of `CHOOSE` leaves in warps that are not aside: the n-th highest key in lane n up to the last slot."""
+        """Return the result of the loop of `CHOOSE` in converged warps: the n-th highest key in lane n up to the last slot."""
         found, slots = np.zeros((self.count // 32, 32), np.int32), int(np.ravel(last)[0]) + 1
         every = np.concatenate([np.broadcast_to(np.asarray(key), self.count).reshape(-1, 32) for key in keys], 1)
         found[:, :slots] = np.sort(every, 1)[:, ::-1][:, :slots]
@@ -137,25 +141,28 @@ def over_warp(function: Any) -> Any:
 
 
 def common(machine: SlotMachine) -> dict[str, Any]:
-    """What stands in for the parts that the kernels share."""
+    """Return stand-ins for the functions that the kernels share."""
 
     def choose(*args: Any) -> Any:
-        inside = rebound(topk.choose, machine, highest=over_warp(np.max), lowest=over_warp(np.min))
+        inside = rebound(routing_topk.choose, machine, highest=over_warp(np.max), lowest=over_warp(np.min))
         return inside(*args[:4], int(np.ravel(args[4])[0]), *args[5:])
 
     return {"choose": choose}
 
 
 def slot_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[str, Any]:
-    """The kernels of `moe.cuda.slots` for one program."""
+    """Return the kernels of `moe.cuda.slots` for one program."""
     machine = SlotMachine(device, warps, programs, *ids)
-    return {kernel.__name__: machine.program(kernel, **common(machine)) for kernel in (slots.up_slots, slots.down_slots)}
+    return {
+        kernel.__name__: machine.program(kernel, **common(machine))
+        for kernel in (matvec_few_tokens.up_slots, matvec_few_tokens.down_slots)
+    }
 
 
 class BlockMachine(SlotMachine):
-    """Adds what threads and programs count together."""
+    """Adds counters shared by threads and programs."""
 
-    def count_in(self, at: Any, there: Any) -> Lanes:
+    def atomic_increment(self, at: Any, there: Any) -> Lanes:
         before = np.zeros(self.count, np.int32)
         for i in np.nonzero(np.broadcast_to(np.asarray(there), self.count))[0]:
             word = self.memory[at[i] : at[i] + 4].view(np.int32)
@@ -167,7 +174,7 @@ class BlockMachine(SlotMachine):
         words = np.ascontiguousarray(np.broadcast_to(np.asarray(value), self.count).astype(np.int32))
         self.memory[np.asarray(at)[:, None] + np.arange(4)] = words[:, None].view(np.uint8)
 
-    def add_below(self, value: Any) -> Lanes:
+    def inclusive_scan(self, value: Any) -> Lanes:
         return np.cumsum(value.reshape(-1, 32), 1).astype(np.int32).reshape(-1).view(Lanes)
 
     def count_stage(self, at: Typed, lane: Any) -> None:
@@ -175,21 +182,21 @@ class BlockMachine(SlotMachine):
             self.device.bytes[place : place + 4].view(np.int32)[:] += 1
 
     def await_stages(self, at: Typed, count: Any) -> None:
-        """Programs run one after the other, so what is waited for must have come."""
+        """Check that the data has arrived: programs run one after the other."""
         assert self.device.bytes[at.at[0] : at.at[0] + 4].view(np.int32)[0] == np.ravel(count)[0]
 
 
 def block_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[str, Any]:
-    """The kernels of `moe.cuda.assign` and `moe.cuda.persistent` for one program."""
+    """Return the kernels of `moe.cuda.assign` and `moe.cuda.persistent` for one program."""
     machine = BlockMachine(device, warps, programs, *ids)
-    parts = {name: getattr(machine, name) for name in ("count_in", "put_word", "add_below")}
+    parts = {name: getattr(machine, name) for name in ("atomic_increment", "put_word", "inclusive_scan")}
     parts |= {"_count_stage": machine.count_stage, "_await_stages": machine.await_stages, **common(machine)}
-    kernels = assign.assign_pairs, persistent.up_stream, persistent.down_stream
+    kernels = routing_assign.assign_pairs, gemm_persistent.up_stream, gemm_persistent.down_stream
     return {kernel.__name__: machine.program(kernel, **parts) for kernel in kernels}
 
 
 class RingMachine(SlotMachine):
-    """Adds what warps count and choose together."""
+    """Adds counters and selections shared by warps."""
 
     def count_read(self, at: Any, lane: Any, there: Any) -> Lanes:
         at, there = (np.broadcast_to(np.asarray(value), self.count).reshape(-1, 32)[:, 0] for value in (at, there))
@@ -210,7 +217,7 @@ class RingMachine(SlotMachine):
         top[:there, :count], who[:there, :count] = np.take_along_axis(keys[:there], order, 1), order
         return top.reshape(-1).view(Lanes), who.reshape(-1).view(Lanes)
 
-    def kept(self, key: Any, warp: Any, lane: Any, count: int) -> Lanes:
+    def best_lanes(self, key: Any, warp: Any, lane: Any, count: int) -> Lanes:
         found = np.zeros(self.count, np.int32)
         found[np.argsort(-self._keys(key)[0], kind="stable")[:count]] = 1
         return found.view(Lanes)
@@ -228,8 +235,13 @@ class RingMachine(SlotMachine):
 
 
 def ring_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[str, Any]:
-    """The kernels of `moe.cuda.matvec_tma` for one program."""
+    """Return the kernels of `moe.cuda.matvec_tma` for one program."""
     machine = RingMachine(device, warps, programs, *ids)
-    parts = {"_best": machine.best, "_kept": machine.kept, "_merged": machine.merged, "count_read": machine.count_read}
+    parts = {
+        "_best": machine.best,
+        "_best_lanes": machine.best_lanes,
+        "_merged": machine.merged,
+        "count_read": machine.count_read,
+    }
     parts |= {"await_stage": lambda *args: None, **common(machine)}
     return {kernel.__name__: machine.program(kernel, **parts) for kernel in (matvec_tma.up_ring, matvec_tma.down_ring)}

@@ -1,7 +1,7 @@
-"""Gluon on numpy, as much of it as the kernels here use: every program runs as one, tensors are arrays, layouts mean nothing.
+"""Gluon on numpy, as far as the kernels here use it: every program runs as a unit, tensors are arrays, layouts are ignored.
 
-Triton's interpreter does not run Gluon. This runs a kernel's Python with stand-ins for the language, so that places, masks and
-loops can be checked without a GPU. What it cannot see: layouts (the compiler checks those), barriers and asynchronous copies.
+Triton's interpreter does not run Gluon. This runs a kernel's Python with stand-ins for the language, so that addresses, masks
+and loops can be checked without a GPU. It does not see layouts (the compiler checks those), barriers and asynchronous copies.
 """
 
 import re
@@ -62,7 +62,7 @@ def _binary(name: str, swap: bool = False) -> Any:
         if isinstance(other, Pointer):
             return other + self
         a, b = self.data, plain(other)
-        # python numbers take the tensor's type
+        # Python numbers take the tensor's dtype
         if isinstance(b, (int, float)) and not isinstance(b, bool) and a.dtype != np.bool_:
             b = a.dtype.type(b) if a.dtype.kind != "i" or isinstance(b, int) else np.float32(b)
         a, b = (b, a) if swap else (a, b)
@@ -105,7 +105,7 @@ class Pointer:
     __radd__ = __add__
 
     def to(self, dtype: Any) -> Tensor:
-        """Give addresses: the memory's number above, bytes in it below."""
+        """Return addresses: the number of the memory in the upper bits, bytes in the lower."""
         if not any(found is self.memory for found in MEMORIES):
             MEMORIES.append(self.memory)
         number = next(i for i, found in enumerate(MEMORIES) if found is self.memory)
@@ -118,7 +118,7 @@ class Pointer:
 
 
 class Shared:
-    """A view of a program's one piece of shared memory."""
+    """A view of a program's shared memory."""
 
     def __init__(self, memory: np.ndarray, start: int, dtype: Any, shape: list[int]):
         self.memory, self.start, self.dtype, self.shape = memory, start, np.dtype(dtype), list(shape)
@@ -231,7 +231,7 @@ def _like(b: Any, a: Any) -> Any:
 
 
 def emulate(gl: Program, text: str, args: list) -> np.ndarray:
-    """Do what a piece of PTX does, told by its text."""
+    """Execute inline PTX, recognised by its source."""
     x = plain(args[0])
     if "movmatrix" in text:
         return x.reshape(*x.shape[:-2], -1, 8, 8).swapaxes(-1, -2).reshape(x.shape)
@@ -255,7 +255,7 @@ def emulate(gl: Program, text: str, args: list) -> np.ndarray:
 
 
 def look_up(gl: Program, text: str, args: list, outs: int) -> list[np.ndarray]:
-    """Run look-ups by their PTX: every argument is two registers, every result a word of two float16."""
+    """Execute look-ups by their PTX: every argument is two registers, every result a word of two float16."""
     words, memory = [np.asarray(plain(arg)) for arg in args], gl.shared.view(np.uint32)
     registers = {f"${outs + 2 * i}": w[..., 0] if w.ndim else w for i, w in enumerate(words)}
     registers = {name: w.astype(np.uint32) for name, w in registers.items()}
@@ -296,7 +296,7 @@ SIMPLE = {
 
 
 def copy(gl: Program, text: str, args: list) -> None:
-    """Do the asynchronous copies of a piece of PTX, at once."""
+    """Execute the asynchronous copies of inline PTX, synchronously."""
     found = re.findall(r"@(\w) cp[\w.]+ \[\$(\d) \+ (\d+)\], \[\$(\d) \+ (\d+)\], (\d+)", text)
     for who, to, to_at, source, source_at, size in found:
         # q: half of the lanes
@@ -315,9 +315,9 @@ def copy(gl: Program, text: str, args: list) -> None:
 
 def read(gl: Program, text: str, addresses: np.ndarray) -> list[np.ndarray]:
     found = []
-    for turn, count, at in re.findall(r"(?:xor\.b32 a, \$\d+, (\d+); )?ld\.shared(?:\.v(\d))?\.b32 .*?\+ (\d+)\];", text):
+    for flip, count, at in re.findall(r"(?:xor\.b32 a, \$\d+, (\d+); )?ld\.shared(?:\.v(\d))?\.b32 .*?\+ (\d+)\];", text):
         words = gl.shared.view(np.int32)
-        found += [words[((addresses ^ int(turn or 0)) + int(at)) // 4 + i] for i in range(int(count or 1))]
+        found += [words[((addresses ^ int(flip or 0)) + int(at)) // 4 + i] for i in range(int(count or 1))]
     return found
 
 
@@ -329,7 +329,7 @@ STILL = {"mma_v2": mma_v2, "gdc_wait": lambda: None, "gdc_launch_dependents": la
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 0, maxnreg: int = 0, **constants: Any) -> None:
-    """Run a kernel's programs one after the other; tensors are given as torch tensors, and written to in place."""
+    """Run a kernel's programs one after the other; torch tensors are arguments, and are modified in place."""
     constants.pop("launch_pdl", None)
     MEMORIES.clear()
     # numpy has no bfloat16: such tensors are float32 meanwhile

@@ -1,7 +1,8 @@
-"""A program's threads with all that the functions of `ops/hopper` use: mbarriers, reductions over a warp, counters."""
+"""A program's threads with everything that the functions of `ops/hopper` use: mbarriers, warp reductions, counters."""
 
 import importlib
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ class Hopper(SlotMachine):
         self.away, self.goal = np.full(self.count, False), ""  # threads that have branched, and where to
 
     def lanes(self, values: Any, kind: Any = np.int32) -> Lanes:
-        """One value for each thread."""
+        """Return one value per thread."""
         return np.ascontiguousarray(np.broadcast_to(np.asarray(values, kind), self.count)).view(Lanes)
 
     @property
@@ -79,9 +80,9 @@ class Hopper(SlotMachine):
     def _barrier(self, op: str, parts: list[str], held: dict[str, np.ndarray], seen: np.ndarray) -> None:
         place = self._place(next(part for part in parts if part.startswith("[")), held)
         if op.startswith("mbarrier.try_wait"):
-            turns = np.array([self.barriers[at][2] if here else 1 for at, here in zip(place, seen, strict=True)])
+            phases = np.array([self.barriers[at][2] if here else 1 for at, here in zip(place, seen, strict=True)])
             # a phase is over when the one under way has the other parity
-            held[parts[0]] = (turns % 2 != self._value(parts[2], held)) | ~seen
+            held[parts[0]] = (phases % 2 != self._value(parts[2], held)) | ~seen
             return
         for i in np.nonzero(seen)[0]:
             if op.startswith("mbarrier.init"):
@@ -100,15 +101,16 @@ class Hopper(SlotMachine):
             self._complete(barrier[i])
 
     def _complete(self, at: int) -> None:
-        arrivals, nbytes, turns = self.barriers[at]
+        arrivals, nbytes, phases = self.barriers[at]
         if arrivals <= 0 and nbytes == 0:
-            self.barriers[at] = [1, 0, turns + 1]
+            self.barriers[at] = [1, 0, phases + 1]
 
 
 def functions(machine: Hopper, *names: str) -> dict[str, Any]:
-    """What modules of `ops/hopper` define, for one program."""
+    """Return the functions of modules of `ops/hopper`, for one program."""
     made: dict[str, Any] = {}
     for name in (*SHARED, *names):
-        for key, value in vars(importlib.import_module(f"auraflux.ops.hopper.{name}")).items():
+        package = "hopper" if find_spec(f"auraflux.ops.hopper.{name}") else "gpu.blocks"
+        for key, value in vars(importlib.import_module(f"auraflux.ops.{package}.{name}")).items():
             made[key] = machine.program(value) if isinstance(value, JITFunction) else meaning(value, machine)
     return made

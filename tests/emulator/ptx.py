@@ -1,8 +1,8 @@
-"""PTX on numpy: the threads of one program side by side, its shared memory, and device memory with the tensors it is given.
+"""PTX on numpy: the threads of one program, its shared memory, and device memory with the tensors it is given.
 
-Triton's interpreter does not run Gluon. This runs a kernel's Python, as `threads.py` does, and the very PTX it is made of, so
-that bits, places and masks can be checked without a GPU. It cannot see what goes wrong between threads: copies are done when
-asked for, and barriers mean nothing.
+Triton's interpreter does not run Gluon. This runs a kernel's Python, as `threads.py` does, and its actual PTX, so that bits,
+addresses and masks can be checked without a GPU. It does not see races between threads: copies complete when requested, and
+barriers do nothing.
 """
 
 import re
@@ -25,7 +25,7 @@ IGNORED = (".reg", "griddepcontrol", "bar.", "cp.async.commit", "cp.async.wait")
 
 
 class Lanes(Values):
-    """Values that are never changed in place, as Triton's are not."""
+    """Immutable values, as Triton's are."""
 
     def __iadd__(self, other: Any) -> Any:
         return self + other
@@ -35,7 +35,7 @@ class Lanes(Values):
 
 
 class Address:
-    """Places of elements in device memory."""
+    """Addresses of elements in device memory."""
 
     def __init__(self, at: Any, size: int):
         self.at, self.size = np.asarray(at, np.int64), size
@@ -84,7 +84,7 @@ def logic(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.
 
 
 def chosen_bytes(a: np.ndarray, b: np.ndarray, how: np.ndarray) -> np.ndarray:
-    """Bytes of two words; with its highest bit a digit of `how` asks for the sign in place of the byte."""
+    """Select bytes of two words; the highest bit of a digit of `how` selects the sign instead of the byte."""
     found = np.zeros_like(a)
     for k in range(4):
         digit = how >> 4 * k & 15
@@ -98,12 +98,12 @@ def larger_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def larger_pairs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Of numbers in bf16 those that are farther from zero; here without the signs that PTX gives them."""
+    """Return the bf16 numbers of larger magnitude; here without the signs that PTX gives them."""
     return larger_halves(a & 0x7FFF7FFF, b & 0x7FFF7FFF)
 
 
 def pair_dot(first: int, signed: bool) -> Callable[..., np.ndarray]:
-    """Two 16-bit numbers times two bytes of a word from one on, added to a number."""
+    """Multiply two 16-bit numbers by two bytes of a word from one on, and add to a number."""
 
     def dot(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         octets = [(b >> 8 * (first + k) & 255).astype(np.int8 if signed else np.uint8).astype(np.int64) for k in (0, 1)]
@@ -138,7 +138,7 @@ def bits_of(values: np.ndarray) -> np.ndarray:
     return values.view(np.uint32).astype(np.int64)
 
 
-PLAIN: dict[str, Callable[..., np.ndarray]] = {
+INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "shr.u32": lambda a, n: np.where(n > 31, 0, a >> np.minimum(n, 31)),
     "shl.b32": lambda a, n: a << n,
     "shf.r.wrap.b32": funnel,
@@ -179,14 +179,14 @@ PLAIN: dict[str, Callable[..., np.ndarray]] = {
 
 
 class Machine(Language):
-    """`gl` for one program, with pieces of PTX."""
+    """`gl` for one program, with inline PTX."""
 
     def __init__(self, device: Device, warps: int, *ids: int):
         super().__init__(*ids)
         self.device, self.count, self.memory = device, 32 * warps, np.full(SHARED_NBYTES, 0xFF, np.uint8)
 
     def program(self, kernel: Any, **stand_ins: Any) -> Callable[..., Any]:
-        """A kernel as this program runs it; `stand_ins` for what it cannot run, by name."""
+        """Return a kernel as this program runs it; `stand_ins` by name for what it cannot run."""
         return rebound(kernel, self, **{"shared": self.shared, **stand_ins})
 
     def arange(self, start: int, end: int, layout: Any) -> Lanes:  # type: ignore[override]
@@ -250,8 +250,8 @@ class Machine(Language):
             low, high = parts[0].strip("{}").split(",")
             word = self._value(parts[1], held)
             held[low], held[high] = word & MASK, word >> 32 & MASK
-        elif op in PLAIN:
-            found = PLAIN[op](*(self._value(part, held) for part in parts[1:]))
+        elif op in INSTRUCTIONS:
+            found = INSTRUCTIONS[op](*(self._value(part, held) for part in parts[1:]))
             found = found if found.dtype == bool else found & MASK
             held[parts[0]] = found if seen.all() else np.where(seen, found, held[parts[0]])
         elif op.startswith("mma."):
@@ -298,7 +298,7 @@ class Machine(Language):
             held[out] = found if seen.all() else np.where(seen, found, held[out])
 
     def _multiply(self, d: list[str], a: list[str], b: list[str], c: list[str], held: dict[str, np.ndarray]) -> None:
-        """Lane (g, t) has rows g and g + 8 of a, column g of b, columns 2t and 2t + 1 of c."""
+        """Execute an mma: lane (g, t) has rows g and g + 8 of a, column g of b, columns 2t and 2t + 1 of c."""
 
         def half(name: str, k: int) -> np.ndarray:
             return widen((self._value(name, held) >> 16 * k & 0xFFFF).astype(np.uint16)).reshape(-1, 8, 4)
@@ -320,7 +320,7 @@ class Machine(Language):
             held[name] = found.reshape(-1).view(np.uint32).astype(np.int64)
 
     def _multiply_bytes(self, d: list[str], a: list[str], b: list[str], c: list[str], held: dict[str, np.ndarray]) -> None:
-        """As `_multiply`; whole numbers, a lane has four neighbours of a row of a and of a column of b."""
+        """Execute an integer mma: as `_multiply`, with four neighbours of a row of a and of a column of b per lane."""
 
         def byte(name: str, k: int) -> np.ndarray:
             return (self._value(name, held) >> 8 * k & 255).reshape(-1, 8, 4)

@@ -1,4 +1,7 @@
-"""A kernel's own Python with another language in place of Gluon: no source is read, and nothing in the package is changed."""
+"""A kernel's Python functions with another language in place of Gluon.
+
+No source is parsed, and nothing in the package changes.
+"""
 
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
@@ -14,11 +17,11 @@ FLOATS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "flo
 
 
 def rebound(kernel: Any, language: Any, **stand_ins: Any) -> Callable[..., Any]:
-    """The function of a kernel, and of all that it calls, as Python.
+    """Return the function of a kernel, and of all that it calls, as Python.
 
     kernel     as imported, under @gluon.jit or @triton.jit
-    language   what `gl` and `tl` mean in it
-    stand_ins  what some names mean in all of these functions, in whatever module they are: those that numpy cannot do
+    language   replaces `gl` and `tl` in it
+    stand_ins  replacements by name in all of these functions, in any module: for what numpy cannot do
     """
     return _rebound(kernel, language, stand_ins, {})
 
@@ -29,7 +32,7 @@ def _rebound(kernel: Any, language: Any, stand_ins: dict[str, Any], made: dict[i
         names: dict[str, Any] = {"__builtins__": __builtins__}
         copy = FunctionType(function.__code__, names, function.__name__, None, function.__closure__)
         copy.__defaults__ = tuple(meaning(each, language) for each in function.__defaults__ or ()) or None
-        # before the names are looked at: functions may call each other in a circle
+        # before the names are resolved: functions may be mutually recursive
         made[id(function)] = copy
         for name in set(_names(function.__code__)):
             if name in stand_ins:
@@ -49,9 +52,9 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def meaning(value: Any, language: Any) -> Any:
-    """What a constant of a module means in another language: itself, or that language's type of the same name.
+    """Return a module's constant in another language: itself, or that language's type of the same name.
 
-    Functions of constants are called as they are, which is what the compiler does too.
+    Functions of constants are called unchanged, as the compiler does.
     """
     if any(value is each for each in LANGUAGES):
         return language

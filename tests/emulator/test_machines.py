@@ -1,4 +1,4 @@
-"""The emulators themselves: memory outside of tensors cannot be reached, and instructions do what NVIDIA says they do."""
+"""The emulators themselves: memory outside of tensors cannot be accessed, and instructions behave as NVIDIA documents."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ def asm(machine: Machine, text: str, registers: str, *args: np.ndarray) -> np.nd
     return np.asarray(machine.inline_asm_elementwise(text, registers, [arg.view(Lanes) for arg in args], np.int32, True, 1))
 
 
-def test_what_lies_outside_of_tensors_cannot_be_read():
+def test_memory_outside_of_tensors_cannot_be_read():
     device = Device()
     at = device.put(torch.arange(8, dtype=torch.int32))
     assert at is not None
@@ -26,7 +26,7 @@ def test_what_lies_outside_of_tensors_cannot_be_read():
         Program.load(memory + 4)
 
 
-def test_tensors_come_back_as_they_were_put():
+def test_tensors_round_trip_through_the_device():
     device, x = Device(), torch.randn(3, 5).bfloat16()
     at = device.put(x)
     assert at is not None

@@ -1,4 +1,4 @@
-"""Kernels as Python: what their names mean, in whatever module they stand, and that the kernels themselves stay as they are."""
+"""Kernels as Python: names resolve in any module, and the kernels themselves are not modified."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -49,12 +49,12 @@ def test_a_stand_in_is_taken_wherever_its_name_is_called():
     assert rebound(kernel, language(), fetched=lambda x: 100)(3)[0] == 205
 
 
-def test_programs_do_not_share_what_they_mean():
+def test_programs_have_separate_bindings():
     first, second = (rebound(kernel, language(taken=lambda x, n=n: n)) for n in (1, 2))
     assert [each(0)[0] for each in (first, second, first)] == [7, 9, 7]
 
 
-def test_the_kernel_itself_stays_as_it_is():
+def test_the_kernel_itself_is_not_modified():
     before = dict(kernel.fn.__globals__)
     rebound(kernel, language(taken=lambda x: x), helper=lambda x: 0)(1)
     assert kernel.fn.__globals__ == before

@@ -1,7 +1,7 @@
-"""Gluon kernels whose tensors have one element per thread, on numpy: a program of the grid at a time, its threads side by side.
+"""Gluon kernels with one element per thread, on numpy: one program of the grid at a time, all its threads at once.
 
-Triton's interpreter does not run Gluon. These are stand-ins for the language (see `rebind.py`); those for memory and for pieces
-of PTX are in `ptx.py`.
+Triton's interpreter does not run Gluon. These are stand-ins for the language (see `rebind.py`); those for memory and inline PTX
+are in `ptx.py`.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ def narrow(values: np.ndarray) -> np.ndarray:
 
 
 class Values(np.ndarray):
-    """What the threads have; a single one stands for a scalar."""
+    """Values of the threads; a single one stands for a scalar."""
 
     def to(self, dtype: Any, bitcast: bool = False) -> Any:
         if isinstance(dtype, str):

@@ -1,4 +1,4 @@
-"""Divergence, perplexity and percentiles, on numbers that can be checked by hand."""
+"""Divergence, perplexity and percentiles on small examples."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from auraflux.eval.metrics import NONE, Differences, compare, summary
 
 
-def test_divergence_is_that_of_the_definition():
+def test_divergence_matches_the_definition():
     p, q = [0.5, 0.25, 0.25], [0.25, 0.5, 0.25]
     found = compare(torch.tensor([p]).log(), torch.tensor([q]).log(), torch.tensor([1]))
     assert found.kl == pytest.approx([0.5 * math.log(2) + 0.25 * math.log(0.5)])
@@ -16,16 +16,16 @@ def test_divergence_is_that_of_the_definition():
     assert found.same == [0]
 
 
-def test_scores_may_be_shifted_without_a_difference():
-    scores = torch.randn(7, 50)
-    found = compare(scores, scores + 3, torch.arange(7))
+def test_shifted_logits_do_not_differ():
+    logits = torch.randn(7, 50)
+    found = compare(logits, logits + 3, torch.arange(7))
     assert max(found.kl) < 1e-6
     assert found.same == [1] * 7
 
 
-def test_scores_do_not_differ_from_themselves():
-    scores = torch.randn(7, 50) * 10
-    assert compare(scores, scores, torch.arange(7)).kl == [0.0] * 7
+def test_logits_do_not_differ_from_themselves():
+    logits = torch.randn(7, 50) * 10
+    assert compare(logits, logits, torch.arange(7)).kl == [0.0] * 7
 
 
 def test_percentiles_of_known_numbers():
@@ -40,5 +40,5 @@ def test_percentiles_of_known_numbers():
     assert found["tokens"] == 1001
 
 
-def test_nothing_measured_has_no_summary():
+def test_an_empty_result_has_no_summary():
     assert summary(NONE) == {}

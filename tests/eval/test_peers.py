@@ -1,4 +1,4 @@
-"""Other engines' rounding: against the formulas written out again, and against those engines where they are installed."""
+"""Quantization of other engines: compared with their formulas, and with the engines where installed."""
 
 import math
 from types import SimpleNamespace
@@ -26,19 +26,19 @@ def half(x: float) -> float:
 
 
 def e4m3(x: float) -> float:
-    """The nearest number with 3 bits of mantissa, exponents from -6 and nothing above 448; ties to even."""
+    """Round to 3 bits of mantissa, exponents from -6, at most 448; ties to even."""
     if x == 0:
         return 0.0
     step = 2.0 ** (max(math.floor(math.log2(abs(x))), -6) - 3)
     return math.copysign(min(round(abs(x) / step) * step, 448.0), x)
 
 
-def test_fp8_is_the_nearest_number():
+def test_fp8_rounds_to_nearest():
     values = [*vectors().flatten().tolist(), 448.0, 449.0, 1e6, -1e6, 0.001, 2.0**-9, 2.0**-10]
     assert fp8(torch.tensor(values)).tolist() == [e4m3(value) for value in values]
 
 
-def test_q4_0_is_that_of_the_formula():
+def test_q4_0_matches_the_formula():
     x = vectors()
     for row, found in zip(x.tolist(), q4_0(x).tolist(), strict=True):
         for start in range(0, 64, 32):
@@ -49,14 +49,14 @@ def test_q4_0_is_that_of_the_formula():
             assert found[start : start + 32] == pytest.approx([half(scale) * (code - 8) for code in codes])
 
 
-def test_q4_0_is_that_of_gguf():
+def test_q4_0_matches_gguf():
     x, kind = vectors(), gguf.GGMLQuantizationType.Q4_0
     wanted = gguf.quants.dequantize(gguf.quants.quantize(x.numpy(), kind), kind)
     assert torch.equal(q4_0(x), torch.from_numpy(wanted))
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-def test_kivi_is_that_of_the_formula(bits: int):
+def test_kivi_matches_the_formula(bits: int):
     x = vectors()
     for row, found in zip(x.tolist(), kivi(bits)(x).tolist(), strict=True):
         for start in range(0, 64, 32):
@@ -66,7 +66,7 @@ def test_kivi_is_that_of_the_formula(bits: int):
             assert found[start : start + 32] == pytest.approx([low + step * code for code in codes], rel=1e-4, abs=1e-6)
 
 
-def test_mlx_is_that_of_mlx():
+def test_mlx_matches_mlx():
     mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
     x = vectors()
     codes = mx.quantize(mx.array(x.numpy()).astype(mx.float16), group_size=64, bits=4)
@@ -75,7 +75,7 @@ def test_mlx_is_that_of_mlx():
 
 
 @pytest.mark.parametrize("width", [64, 96, 256])
-def test_hadamard_is_orthogonal_and_its_own_inverse(width: int):
+def test_hadamard_is_an_orthogonal_involution(width: int):
     x = torch.randn(3, width)
     assert torch.allclose(hadamard(hadamard(x)), x, atol=1e-5)
     assert torch.allclose(hadamard(x).norm(dim=-1), x.norm(dim=-1), rtol=1e-5)
@@ -85,25 +85,25 @@ def test_hadamard_is_orthogonal_and_its_own_inverse(width: int):
     assert not first[size:].any()
 
 
-def test_hadamard_tames_an_outlier():
+def test_hadamard_reduces_the_error_of_an_outlier():
     x = torch.randn(100, 64) * 0.1
     x[:, 7] = 10
-    plain, rotated = ((rounded(x) - x)[:, :7].norm() for rounded in (q4_0, q4_0_hadamard))
-    assert rotated < plain
+    direct, rotated = ((rounded(x) - x)[:, :7].norm() for rounded in (q4_0, q4_0_hadamard))
+    assert rotated < direct
 
 
 @pytest.mark.parametrize(
     ("name", "nbytes"), [("fp8", 128), ("q4_0", 72), ("q4_0-hadamard", 72), ("kivi4", 80), ("kivi2", 48), ("mlx4", 72)]
 )
-def test_bytes_of_a_head_and_token(name: str, nbytes: int):
+def test_bytes_per_head_and_token(name: str, nbytes: int):
     cache = Cache(rounded_shapes([AttentionShape(1, 64)], PEERS[name]), CacheSettings("none"), context=64)
     assert cache.token_nbytes == nbytes
 
 
-def read_back(name: str, cuts: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def read_back(name: str, chunks: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     cache = Cache(rounded_shapes([AttentionShape(1, 64)], PEERS[name]), CacheSettings("none"), context=200)
     batch, out, at = cache.batch([cache.open()]), [], 0
-    for new in cuts:
+    for new in chunks:
         batch.extend([new])
         mine = slice(at, at + new)
         cache.layers[0].append(batch, k[mine], v[mine])
@@ -113,36 +113,36 @@ def read_back(name: str, cuts: list[int], q: torch.Tensor, k: torch.Tensor, v: t
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_a_simulated_cache_does_not_depend_on_how_a_text_was_cut(name: str):
+def test_a_simulated_cache_does_not_depend_on_prefill_chunks(name: str):
     q, k, v = torch.randn(3, 150, 1, 64).unbind(0)
-    whole = read_back(name, [150], q, k, v)
-    assert torch.allclose(read_back(name, [33, 1, 64, 30, 22], q, k, v), whole, atol=1e-5)
+    expected = read_back(name, [150], q, k, v)
+    assert torch.allclose(read_back(name, [33, 1, 64, 30, 22], q, k, v), expected, atol=1e-5)
 
 
-def test_kivi_reads_far_keys_by_channel_and_near_ones_as_they_are():
+def test_kivi_quantizes_old_keys_by_channel_and_recent_ones_not():
     q, k, v = torch.randn(3, 150, 1, 64).unbind(0)
     rounded = kivi(4)
-    coded = k.clone()
+    quantized = k.clone()
     for start in range(0, 128, 32):
-        coded[start : start + 32, 0] = rounded(k[start : start + 32, 0].T.contiguous()).T
+        quantized[start : start + 32, 0] = rounded(k[start : start + 32, 0].T.contiguous()).T
     found = read_back("kivi4", [150], q, k, v)
     for at in (10, 40, 149):
         near = torch.arange(at + 1) > at - 32
-        keys = torch.where(near[:, None], k[: at + 1, 0], coded[: at + 1, 0])
+        keys = torch.where(near[:, None], k[: at + 1, 0], quantized[: at + 1, 0])
         values = torch.where(near[:, None], v[: at + 1, 0], rounded(v[: at + 1, 0]))
         wanted = torch.softmax(keys @ q[at, 0] * 0.125, 0) @ values
         assert torch.allclose(found[at, 0], wanted, atol=1e-5)
 
 
-def test_layers_that_cannot_be_simulated_are_refused():
+def test_unsupported_layers_are_refused():
     with pytest.raises(SettingsError, match=r"KIVI, 4 bits cannot be simulated in layer 1: its heads are 80 wide"):
         rounded_shapes([AttentionShape(1, 64), AttentionShape(1, 80)], PEERS["kivi4"])
     with pytest.raises(SettingsError, match="KIVI, 4 bits is simulated for keys and values of heads, and layer 0 is latent"):
         rounded_shapes([LatentShape(64, 32)], PEERS["kivi4"])
 
 
-def test_latents_are_rounded_where_they_are_stored():
-    turn = SimpleNamespace(frequencies=torch.rand(8), mscale=1.0, interleaved=True)
+def test_latents_are_rounded_when_stored():
+    rotation = SimpleNamespace(frequencies=torch.rand(8), mscale=1.0, interleaved=True)
     heads, nope, stored = 2, 24, []
     for shapes in ([LatentShape(64, 16)], rounded_shapes([LatentShape(64, 16)], PEERS["fp8"])):
         torch.manual_seed(0)
@@ -151,9 +151,9 @@ def test_latents_are_rounded_where_they_are_stored():
         for counts in ([40, 3], [1, 30]):
             batch.extend(counts)
             q, kv = torch.randn(sum(counts), heads * (nope + 16)), torch.randn(sum(counts), 64 + 16)
-            cache.layers[0].rope_append(batch, q, kv, heads, nope, turn, torch.ones(64), 1e-6)
+            cache.layers[0].rope_append(batch, q, kv, heads, nope, rotation, torch.ones(64), 1e-6)
         stored.append(cache.layers[0])
-    plain, rounded = stored
+    uncompressed, rounded = stored
     assert rounded.token_nbytes == 80
-    for kept, found in ((plain.latent, rounded.latent), (plain.rope, rounded.rope)):
-        assert found.equal(fp8(kept))
+    for given, found in ((uncompressed.latent, rounded.latent), (uncompressed.rope, rounded.rope)):
+        assert found.equal(fp8(given))

@@ -1,4 +1,4 @@
-"""Whole evaluations of a tiny model."""
+"""Complete evaluations of a tiny model."""
 
 from functools import cache
 from pathlib import Path
@@ -7,101 +7,104 @@ from typing import Any
 import pytest
 import torch
 
-from auraflux.cache.calibration import ModelVectors
+from auraflux.cache.key_calibration import ModelCalibration
+from auraflux.engine.calibrate import calibrate_keys, random_tokens
 from auraflux.errors import InputError
 from auraflux.eval.metrics import summary
 from auraflux.eval.needle import haystack
-from auraflux.eval.reader import EngineReader, differences
-from auraflux.eval.run import Evaluation, Plan
+from auraflux.eval.run import Evaluation, Tasks
+from auraflux.eval.scorer import EngineScorer, differences
 from auraflux.eval.setting import parse
 from auraflux.eval.state import State
 from auraflux.eval.text import copies, read_files, tokenized, windows
-from auraflux.run.calibrate import find_vectors, random_tokens
-from auraflux.run.load import load
-from auraflux.weights.pull import models_folder
+from auraflux.loading.load import load
+from auraflux.weights.download.pull import models_folder
 from tests.eval.tiny_heads import loaded
 
 
-def plan() -> Plan:
+def plan() -> Tasks:
     tokenizer = loaded().tokenizer
     assert tokenizer is not None
-    texts = tokenized(read_files([]), tokenizer, chat=False)
-    return Plan(windows(texts, 200, 3), copies(texts, [150], 64), {400: [haystack(texts[0], tokenizer, 400, 0)]})
+    files = tokenized(read_files([]), tokenizer, chat=False)
+    return Tasks(windows(files, 200, 3), copies(files, [150], 64), {400: [haystack(files[0], tokenizer, 400, 0)]})
 
 
 @cache
-def vectors(bits: int | None = None) -> ModelVectors:
+def calibration(bits: int | None = None) -> ModelCalibration:
     engine = loaded().engine
-    return find_vectors(engine.model, engine.cache.shapes, random_tokens(128, engine.model.config.vocab), torch.float32, "cpu")
+    return calibrate_keys(
+        engine.model, engine.cache.shapes, random_tokens(128, engine.model.config.vocab), torch.float32, "cpu"
+    )
 
 
-def reader(name: str) -> EngineReader:
+def scorer(name: str) -> EngineScorer:
     setting, base = parse(name), loaded().engine
-    shapes, used = setting.shapes(base.cache.shapes), setting.vectors(vectors)
-    return EngineReader(base, shapes, setting.cache, 600, exact=True, vectors=used)
+    shapes, used = setting.shapes(base.cache.shapes), setting.calibration(calibration)
+    return EngineScorer(base, shapes, setting.cache, 600, exact=True, key_calibration=used)
 
 
-def run(path: Path, names: str, tell: Any = lambda *said: None) -> list[dict[str, Any]]:
+def run(path: Path, names: str, report: Any = lambda *_: None) -> list[dict[str, Any]]:
     settings = [parse(name) for name in names.split(",")]
     state = State(path)
     try:
-        return Evaluation(lambda bits: loaded().engine, vectors, settings, plan(), state, True, tell).run()
+        return Evaluation(lambda bits: loaded().engine, calibration, settings, plan(), state, True, report).run()
     finally:
         state.close()
 
 
-def test_uncompressed_it_is_the_plain_forward_pass():
+def test_uncompressed_results_match_the_forward_pass():
     passage = plan().windows[0]
     ids = list(passage.ids)
     wanted = torch.log_softmax(loaded().logits(ids)[:-1], -1)
-    plain = -wanted.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
-    none = reader("none")
-    assert differences(none, {"none": none}, passage)["none"].nll == pytest.approx(plain.tolist(), rel=1e-4, abs=1e-4)
+    forward = -wanted.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
+    none = scorer("none")
+    assert differences(none, {"none": none}, passage)["none"].nll == pytest.approx(forward.tolist(), rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize(
-    "name", ["none", "k4v4", "k4v4+first=0+newest=0+calibrate=off", "k4v4+first=0+newest=0", "kivi4", "fp8"]
+    "name",
+    ["none", "k4v4", "k4v4+sink_tokens=0+recent_window=0+calibrate=off", "k4v4+sink_tokens=0+recent_window=0", "kivi4", "fp8"],
 )
 def test_a_setting_does_not_differ_from_itself(name: str):
-    found = differences(reader(name), {"again": reader(name)}, plan().windows[0])["again"]
+    found = differences(scorer(name), {"again": scorer(name)}, plan().windows[0])["again"]
     assert max(found.kl) < 1e-9
     assert min(found.same) == 1
 
 
 def test_more_bits_are_nearer():
     names = ["k8v8", "k6v6", "k4v4", "k3v3", "k2v2"]
-    none = reader("none")
-    found = [differences(none, {name: reader(name) for name in names}, passage) for passage in plan().windows]
+    none = scorer("none")
+    found = [differences(none, {name: scorer(name) for name in names}, passage) for passage in plan().windows]
     means = [summary(sum((each[name] for each in found[1:]), found[0][name]))["kl_mean"] for name in names]
     assert means == sorted(means)
     assert means[0] < means[-1] / 10
 
 
-def test_an_interrupted_run_goes_on_to_the_same_result(tmp_path: Path):
+def test_a_resumed_run_has_the_same_result(tmp_path: Path):
     names = "none,k4v4,q4_0"
-    whole = run(tmp_path / "whole", names)
-    said: list[tuple[str, int, int]] = []
+    uninterrupted = run(tmp_path / "whole", names)
+    reports: list[tuple[str, int, int]] = []
 
     def interrupt(*what: Any) -> None:
-        said.append(what)
-        if len(said) == 4:
+        reports.append(what)
+        if len(reports) == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "parts", names, interrupt)
-    kept = (tmp_path / "parts").read_bytes()
-    assert 0 < kept.count(b"\n") < (tmp_path / "whole").read_bytes().count(b"\n")
-    # as if it had been killed while writing
-    (tmp_path / "parts").write_bytes(kept + kept[:100])
-    assert run(tmp_path / "parts", names, lambda *what: said.append(what)) == whole
-    assert said[4][1] == kept.count(b"\n")
-    assert said[-1] == ("done", 15, 15)
+    saved = (tmp_path / "parts").read_bytes()
+    assert 0 < saved.count(b"\n") < (tmp_path / "whole").read_bytes().count(b"\n")
+    # as after a kill during a write
+    (tmp_path / "parts").write_bytes(saved + saved[:100])
+    assert run(tmp_path / "parts", names, lambda *what: reports.append(what)) == uninterrupted
+    assert reports[4][1] == saved.count(b"\n")
+    assert reports[-1] == ("done", 15, 15)
 
 
 @pytest.mark.parametrize(
     "line", ["5", "[]", "{}", '{"setting": [], "task": "b", "result": 1}', '{"setting": "a", "task": "b"}']
 )
-def test_a_line_that_is_no_record_is_written_again(line: str, tmp_path: Path):
+def test_an_invalid_line_is_discarded(line: str, tmp_path: Path):
     path = tmp_path / "state"
     state = State(path)
     state.add("a", "b", 1)
@@ -114,11 +117,11 @@ def test_a_line_that_is_no_record_is_written_again(line: str, tmp_path: Path):
     assert path.read_text().count("\n") == 2
 
 
-def test_two_runs_do_not_keep_their_figures_in_one_file(tmp_path: Path):
+def test_two_runs_do_not_share_a_file(tmp_path: Path):
     path = tmp_path / "state"
     state = State(path)
     state.add("a", "b", 1)
-    with pytest.raises(InputError, match="another run measures the same"):
+    with pytest.raises(InputError, match="another run of the same evaluation"):
         State(path)
     state.close()
     again = State(path)
@@ -127,31 +130,31 @@ def test_two_runs_do_not_keep_their_figures_in_one_file(tmp_path: Path):
     assert not path.exists()
 
 
-def test_a_needle_is_scored_as_the_plain_forward_pass_scores_it():
+def test_a_needle_has_the_likelihood_of_the_forward_pass():
     hidden = plan().needles[400][0]
     ending, shared = hidden.endings[0][0], hidden.shared[0]
     ids = [*hidden.prompt, *ending]
     log = torch.log_softmax(loaded().logits(ids), -1)
     wanted = sum(float(log[at - 1, ids[at]]) for at in range(len(hidden.prompt) + shared, len(ids)))
-    assert reader("none").likelihoods(hidden.prompt, [ending], shared) == pytest.approx([wanted], rel=1e-4)
+    assert scorer("none").likelihoods(hidden.prompt, [ending], shared) == pytest.approx([wanted], rel=1e-4)
 
 
 @pytest.mark.slow
 def test_more_bits_are_nearer_in_a_real_model():
     if not list(models_folder().glob("smollm2*")):
-        pytest.skip("SmolLM2 has not been fetched")
+        pytest.skip("SmolLM2 is not downloaded")
     base = load(kv="none", exact=True, context=64, device="cpu")
-    texts = tokenized(read_files([]), base.tokenizer, chat=False)
+    files = tokenized(read_files([]), base.tokenizer, chat=False)
     names = ["k8v8", "k8v4", "k4v4", "k3v3", "fp8", "q4_0"]
     settings = {name: parse(name) for name in ["none", *names]}
-    readers = {
-        name: EngineReader(base.engine, each.shapes(base.engine.cache.shapes), each.cache, 256, True)
+    scorers = {
+        name: EngineScorer(base.engine, each.shapes(base.engine.cache.shapes), each.cache, 256, True)
         for name, each in settings.items()
     }
-    found = differences(readers["none"], readers, windows(texts, 256, 1)[0])
+    found = differences(scorers["none"], scorers, windows(files, 256, 1)[0])
     means = [summary(found[name])["kl_mean"] for name in names[:4]]
     assert means == sorted(means)
-    # what docs/quality.md says of these, on fewer tokens
+    # the bounds of docs/quality.md, on fewer tokens
     assert means[1] < 0.0015
     assert means[2] < 0.004
     assert means[3] < 0.016

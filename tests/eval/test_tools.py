@@ -1,4 +1,4 @@
-"""Calls of functions at the end of long conversations: how they are read, put, and scored."""
+"""Function-calling test: questions, conversations and scores."""
 
 import json
 import math
@@ -12,23 +12,23 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.eval.text import Text, tokenized
-from auraflux.eval.tools import called, conversations, read_questions, summed
-from auraflux.run.tokenizer import Tokenizer
-from tests.eval.test_run import reader
+from auraflux.eval.tools import conversations, read_questions, score_calls, summarize_calls
+from auraflux.tokenizer.tokenizer import Tokenizer
+from tests.eval.test_run import scorer
 from tests.eval.tiny_heads import loaded
-from tests.run.toy_tokenizers import CHATML, byte_level
+from tests.tokenizer.toy_tokenizers import CHATML, byte_level
 
 VOCAB = 1000
 
 
 def record(number: int, **changes: Any) -> dict[str, Any]:
     functions = [{"name": f"{verb}.{number}", "description": verb} for verb in ("get", "set")]
-    asked = [[{"role": "user", "content": f"Set {number}."}]]
+    question = [[{"role": "user", "content": f"Set {number}."}]]
     right = [{f"set.{number}": {"to": [number, "x"], "in": ["cm", ""]}}]
-    return {"id": f"q{number}", "question": asked, "function": functions, "ground_truth": right} | changes
+    return {"id": f"q{number}", "question": question, "function": functions, "ground_truth": right} | changes
 
 
-def written(path: Path, *records: Any) -> Path:
+def write_lines(path: Path, *records: Any) -> Path:
     path.write_text("".join(json.dumps(each) + "\n" for each in records))
     return path
 
@@ -37,12 +37,12 @@ def toy(chat: bool = True) -> Tokenizer:
     return Tokenizer(byte_level(), templates={"default": CHATML} if chat else {})
 
 
-def filler(tokenizer: Tokenizer) -> Text:
+def padding_text(tokenizer: Tokenizer) -> Text:
     return tokenized({"dog": "The lazy dog sleeps. " * 400}, tokenizer, chat=False)[0]
 
 
-class Sure:
-    """Thinks every token of the right calls, which end with `last`, `sure` times as likely as any other."""
+class CertainScorer:
+    """A scorer that finds every token of the right calls, which end with `last`, `sure` times as likely as any other."""
 
     def __init__(self, sure: float, last: int):
         self.sure, self.last = sure, last
@@ -56,22 +56,22 @@ class Sure:
         return [math.log(self.sure), *(0.0 for _ in endings[1:])]
 
 
-def test_questions_that_come_along_are_all_usable():
+def test_packaged_questions_are_all_usable():
     found = read_questions(None)
     assert len(found) == 24
     assert found[0].call == '{"name": "country_info.capital", "arguments": {"country": "Brazil"}}'
     assert all(question.name in question.functions and len(question.functions) > 1 for question in found)
 
 
-def test_answers_may_stand_beside_the_file(tmp_path: Path):
+def test_answers_are_read_from_the_answer_folder(tmp_path: Path):
     plain = record(1)
     right = {"id": "q1", "ground_truth": plain.pop("ground_truth")}
-    path = written(tmp_path / "some.json", plain)
-    with pytest.raises(InputError, match="has no question that one call with plain arguments answers"):
+    path = write_lines(tmp_path / "some.json", plain)
+    with pytest.raises(InputError, match="has no question that a single call with plain arguments answers"):
         read_questions(path)
     (tmp_path / "possible_answer").mkdir()
-    written(tmp_path / "possible_answer" / "some.json", right)
-    # an argument that may be left out is, and of several values the first is taken
+    write_lines(tmp_path / "possible_answer" / "some.json", right)
+    # optional arguments are omitted, and the first of several values is used
     assert [question.call for question in read_questions(path)] == ['{"name": "set.1", "arguments": {"to": 1}}']
 
 
@@ -84,10 +84,10 @@ def test_answers_may_stand_beside_the_file(tmp_path: Path):
         {"function": record(1)["function"][1:]},
         {"question": record(1)["question"] * 2},
     ],
-    ids=["two-calls", "nested", "not-offered", "no-choice", "two-turns"],
+    ids=["two-calls", "nested", "not-offered", "no-choice", "two-rounds"],
 )
-def test_what_has_no_single_answer_is_left_out(tmp_path: Path, change: dict[str, Any]):
-    path = written(tmp_path / "q.json", record(1, **change), record(2))
+def test_questions_without_a_single_answer_are_skipped(tmp_path: Path, change: dict[str, Any]):
+    path = write_lines(tmp_path / "q.json", record(1, **change), record(2))
     assert [question.name for question in read_questions(path)] == ["set.2"]
 
 
@@ -97,11 +97,11 @@ def test_what_has_no_single_answer_is_left_out(tmp_path: Path, change: dict[str,
         ("", "is empty"),
         ("{", "line 1 is not JSON"),
         ("[]", "line 1 is not an object"),
-        ('{"id": "a"}', "has a question that is not as BFCL's are: 'a'"),
-        (json.dumps(record(1, ground_truth=[3])), "not as BFCL's are: 'q1'"),
+        ('{"id": "a"}', "has a question that is not in BFCL's format: 'a'"),
+        (json.dumps(record(1, ground_truth=[3])), "not in BFCL's format: 'q1'"),
     ],
 )
-def test_other_files_are_one_sentence(tmp_path: Path, content: str, match: str):
+def test_invalid_files_are_refused_in_one_sentence(tmp_path: Path, content: str, match: str):
     (tmp_path / "q.json").write_text(content)
     with pytest.raises(InputError, match=match):
         read_questions(tmp_path / "q.json")
@@ -110,35 +110,37 @@ def test_other_files_are_one_sentence(tmp_path: Path, content: str, match: str):
 @pytest.mark.parametrize("chat", [True, False])
 def test_functions_come_first_and_the_question_last(tmp_path: Path, chat: bool):
     tokenizer = toy(chat)
-    questions = read_questions(written(tmp_path / "q.json", *map(record, range(6))))
-    found = conversations(questions, filler(tokenizer), tokenizer, 1000)
+    questions = read_questions(write_lines(tmp_path / "q.json", *map(record, range(6))))
+    found = conversations(questions, padding_text(tokenizer), tokenizer, 1000)
     assert [len(each.calls) for each in found] == [4, 2]
     assert all(len(each.prompt) + each.longest == 1000 for each in found)
     begin = tokenizer.decode(found[0].prompt, special=True)
     assert begin.index('"name": "get.3"') < begin.index("The lazy dog")
     call = found[0].calls[2]
-    asked, right = (tokenizer.decode(part, special=True) for part in (call.ids[: call.first], call.ids[call.first :]))
+    question, right = (tokenizer.decode(part, special=True) for part in (call.ids[: call.first], call.ids[call.first :]))
     assert right == '{"name": "set.2", "arguments": {"to": 2}}'
-    assert asked.endswith("<|im_start|>assistant\n" if chat else "Question: Set 2.\nCall: ")
-    names = [tokenizer.decode(ids, special=True).removeprefix(asked) for ids in call.names]
+    assert question.endswith("<|im_start|>assistant\n" if chat else "Question: Set 2.\nCall: ")
+    names = [tokenizer.decode(ids, special=True).removeprefix(question) for ids in call.names]
     assert names[:2] == ['{"name": "set.2"', '{"name": "get.0"']
     assert len(names) == 8
 
 
 def test_a_conversation_needs_room(tmp_path: Path):
     tokenizer = toy()
-    questions = read_questions(written(tmp_path / "q.json", record(1)))
-    with pytest.raises(InputError, match="calls in 100 tokens leave -"):
-        conversations(questions, filler(tokenizer), tokenizer, 100)
+    questions = read_questions(write_lines(tmp_path / "q.json", record(1)))
+    with pytest.raises(InputError, match="conversations of 100 tokens leave -"):
+        conversations(questions, padding_text(tokenizer), tokenizer, 100)
 
 
-def test_a_call_is_whole_where_every_token_is_the_same(tmp_path: Path):
+def test_a_call_is_complete_if_every_top_token_is_equal(tmp_path: Path):
     tokenizer = toy()
-    questions = read_questions(written(tmp_path / "q.json", *map(record, range(4))))
-    conversation = conversations(questions, filler(tokenizer), tokenizer, 1000)[0]
+    questions = read_questions(write_lines(tmp_path / "q.json", *map(record, range(4))))
+    conversation = conversations(questions, padding_text(tokenizer), tokenizer, 1000)[0]
     last = conversation.calls[0].ids[-1]
-    sure, unsure = Sure(1e6, last), Sure(0.5, last)
-    found = {name: summed(each) for name, each in called(sure, {"sure": sure, "unsure": unsure}, conversation).items()}
+    sure, unsure = CertainScorer(1e6, last), CertainScorer(0.5, last)
+    found = {
+        name: summarize_calls(each) for name, each in score_calls(sure, {"sure": sure, "unsure": unsure}, conversation).items()
+    }
     assert found["sure"]["questions"] == 4
     assert found["sure"]["name"] == pytest.approx(1e6 / (1e6 + 7))
     assert found["unsure"]["name"] == pytest.approx(0.5 / 7.5)
@@ -148,18 +150,18 @@ def test_a_call_is_whole_where_every_token_is_the_same(tmp_path: Path):
     assert found["sure"]["perplexity"] == pytest.approx(1 / p, rel=1e-5)
 
 
-def test_a_call_is_scored_as_the_plain_forward_pass_scores_it(tmp_path: Path):
+def test_a_call_has_the_likelihood_of_the_forward_pass(tmp_path: Path):
     tokenizer = loaded().tokenizer
     assert tokenizer is not None
-    questions = read_questions(written(tmp_path / "q.json", *map(record, range(2))))
-    conversation = conversations(questions, filler(tokenizer), tokenizer, 600)[0]
+    questions = read_questions(write_lines(tmp_path / "q.json", *map(record, range(2))))
+    conversation = conversations(questions, padding_text(tokenizer), tokenizer, 600)[0]
     call = conversation.calls[1]
-    none = reader("none")
-    plain = loaded().logits([*conversation.prompt, *call.ids[:-1]])[len(conversation.prompt) :]
-    assert torch.allclose(none.after(conversation.prompt, call.ids[:-1]), plain, rtol=1e-4, atol=1e-4)
-    found = called(none, {"none": none, "rounded": reader("fp8")}, conversation)
-    assert summed(found["none"])["kl_mean"] == 0
-    assert 0 < summed(found["rounded"])["kl_mean"] < 0.01
-    log = torch.log_softmax(plain.float(), -1)[call.first - 1 :]
+    none = scorer("none")
+    forward = loaded().logits([*conversation.prompt, *call.ids[:-1]])[len(conversation.prompt) :]
+    assert torch.allclose(none.after(conversation.prompt, call.ids[:-1]), forward, rtol=1e-4, atol=1e-4)
+    found = score_calls(none, {"none": none, "fp8": scorer("fp8")}, conversation)
+    assert summarize_calls(found["none"])["kl_mean"] == 0
+    assert 0 < summarize_calls(found["fp8"])["kl_mean"] < 0.01
+    log = torch.log_softmax(forward.float(), -1)[call.first - 1 :]
     wanted = (-log.gather(1, torch.tensor(call.ids[call.first :])[:, None])).squeeze(1)
     assert found["none"][1].differences.nll == pytest.approx(wanted.tolist(), rel=1e-4, abs=1e-4)

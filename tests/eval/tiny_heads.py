@@ -1,4 +1,4 @@
-"""A tiny Llama whose heads are 64 wide, as the caches of other engines want them."""
+"""A tiny Llama with heads of 64 channels, as the caches of other engines require."""
 
 from functools import cache
 from pathlib import Path
@@ -7,17 +7,17 @@ from tempfile import mkdtemp
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from auraflux.run.language import LanguageModel
-from auraflux.run.load import load
+from auraflux.loading.language_model import LanguageModel
+from auraflux.loading.load import load
 from tests.models.oracles import save
-from tests.run.toy_tokenizers import CHATML, byte_level, folder
+from tests.tokenizer.toy_tokenizers import CHATML, byte_level, folder
 
 WIDTHS = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 @cache
 def tiny_heads() -> Path:
-    """The folder of a model with random weights and a tokenizer."""
+    """Return the folder of a model with random weights and a tokenizer."""
     torch.manual_seed(0)
     path = Path(mkdtemp(prefix="auraflux-tiny-heads-"))
     vocab = byte_level().get_vocab_size()

@@ -1,7 +1,7 @@
-"""`python -m tests.faults`: everything that writes, with the n-th call failing, for every n. `make fuzz` calls it.
+"""`python -m tests.faults`: run everything that writes files with the n-th system call failing, for every n.
 
-A process that has imported everything forks for every attempt: the child writes, and is struck; then another child does it
-again, undisturbed. After the first the folder must be as it was before or as it shall be, after the second as it shall be.
+A process that has imported everything forks for every attempt: the child writes with an injected fault; a second child writes
+without. After the first, the folder must hold the old or the new state; after the second, the new one.
 """
 
 import argparse
@@ -17,24 +17,24 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.calls import FAULTS, MEMORY, READS, REMOVING, Calls, Fault, build
-from tests.faults.scenarios import SCENARIOS, Scenario, make_source, said_of
+from tests.faults.scenarios import SCENARIOS, Scenario, make_source, message_of
 
-SHOWN = 5  # findings of one scenario and fault
+MAX_SHOWN = 5  # findings printed per scenario and fault
 
 
 def in_child(action: Callable[[], Any]) -> Any:
-    """What an action gives in a forked process; None if that is killed, and what it said if it fails."""
+    """Return the result of an action in a forked process, None if the process was killed."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(read)
-        # what numba, torch and click print is of no interest
+        # drop the output of numba, torch and click
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:
             with os.fdopen(write, "w") as pipe:
                 json.dump(action(), pipe)
         finally:
-            # what the parent has made is not the child's to clean up
+            # skip the parent's cleanup handlers
             os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
@@ -43,19 +43,19 @@ def in_child(action: Callable[[], Any]) -> Any:
     return json.loads(found) if found else None
 
 
-def tried(scenario: Scenario, folder: Path, calls: Calls, fault: Fault, at: int | None) -> Any:
-    """How many calls there were, which was struck, and what was said, in a process of its own."""
+def run_scenario(scenario: Scenario, folder: Path, calls: Calls, fault: Fault, at: int | None) -> Any:
+    """Run a scenario in a child; return the number of calls, the failed call and the error message."""
 
     def action() -> Any:
-        said = None
+        message = None
         if at is not None:
             calls.arm(folder.parent, fault, at)
         try:
             scenario.act(folder)
         except Exception as err:
             calls.disarm()
-            said = said_of(err)
-        return [*calls.disarm(), said]
+            message = message_of(err)
+        return [*calls.disarm(), message]
 
     return in_child(action)
 
@@ -71,8 +71,8 @@ class Trial:
         in_child(lambda: scenario.prepare(self.before))
         self.reset()
         self.old = self._view()
-        self.count, _, said = tried(scenario, self.folder, calls, self.fault, 0)
-        assert said is None, said
+        self.count, _, message = run_scenario(scenario, self.folder, calls, self.fault, 0)
+        assert message is None, message
         self.new = self._view()
         assert self.old != self.new
 
@@ -80,19 +80,19 @@ class Trial:
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.copytree(self.before, self.folder)
 
-    def wrong(self, at: int) -> str | None:
-        """What is wrong when the n-th call is struck."""
+    def check_call(self, at: int) -> str | None:
+        """Fail the n-th call; return a description of the finding, if any."""
         self.reset()
-        done = tried(self.scenario, self.folder, self.calls, self.fault, at)
+        done = run_scenario(self.scenario, self.folder, self.calls, self.fault, at)
         problem = self._after(*(done or (0, "", None)), killed=done is None)
         if problem is None:
-            *_, said = tried(self.scenario, self.folder, self.calls, self.fault, None) or [f"killed, {done}"]
+            *_, message = run_scenario(self.scenario, self.folder, self.calls, self.fault, None) or [f"killed, {done}"]
             if self._view() != self.new or self.scenario.leftovers(self.folder):
-                problem = f"the next run said {said!r}, left {self._names()}"
+                problem = f"the next run printed {message!r}, left {self._names()}"
         return problem and f"{self.scenario.name} {self.name} {at} ({done and done[1]}): {problem}"
 
     def _view(self) -> Any:
-        """What is there, seen apart from what an unfinished run has left."""
+        """Return the state of the folder without leftovers of an unfinished run."""
         left = list(enumerate(sorted(self.scenario.leftovers(self.folder))))
         for number, name in left:
             shutil.move(self.folder / name, self.folder.parent / f"left-{number}")
@@ -104,19 +104,19 @@ class Trial:
     def _names(self) -> list[str]:
         return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
 
-    def _after(self, count: int, hit: str, said: str | None, killed: bool) -> str | None:
+    def _after(self, count: int, hit: str, message: str | None, killed: bool) -> str | None:
         left = self.scenario.leftovers(self.folder)
-        # what could not be removed is left for the next run; a folder that cannot be listed cannot be emptied
+        # after a failed removal or listing, files are left for the next run
         removable = not killed and hit not in REMOVING and self.fault.kinds not in (READS, MEMORY)
-        if removable and left - set(self.scenario.kept):
-            return f"{sorted(left)} are left; it said {said!r}"
+        if removable and left - set(self.scenario.resumable):
+            return f"{sorted(left)} are left; it printed {message!r}"
         found = self._view()
         if found not in (self.old, self.new):
-            return f"neither old nor new: {self._names()}; it said {said!r}"
-        if not killed and said is None and found != self.new and not self.scenario.quiet:
-            return "it said nothing, and nothing was done"
-        if said is not None and (said.startswith("traceback") or said.strip().count("\n") or len(said) > 1000):
-            return said
+            return f"neither old nor new: {self._names()}; it printed {message!r}"
+        if not killed and message is None and found != self.new and not self.scenario.quiet:
+            return "no error, and no change"
+        if message is not None and (message.startswith("traceback") or message.strip().count("\n") or len(message) > 1000):
+            return message
         return None
 
 
@@ -130,28 +130,28 @@ def run(base: Path, scenarios: list[str], faults: list[str], stride: int) -> int
                 continue
             begun, trial = time.monotonic(), Trial(base, calls, scenario, name)
             places = range(1 + total % stride, trial.count + 1, stride)
-            problems = [problem for at in places if (problem := trial.wrong(at)) is not None]
+            problems = [problem for at in places if (problem := trial.check_call(at)) is not None]
             found, total = found + len(problems), total + len(places)
             took = time.monotonic() - begun
             print(
                 f"{scenario.name} {name}: {len(places)} of {trial.count} calls, {len(problems)} wrong, {took:.1f} s", flush=True
             )
-            for problem in problems[:SHOWN]:
+            for problem in problems[:MAX_SHOWN]:
                 print(f"  {problem}", flush=True)
     print(f"{total} faults, {found} findings")
     return 1 if found else 0
 
 
 def main() -> int:
-    asked = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    asked.add_argument("--scenario", action="append", choices=[each.name for each in SCENARIOS])
-    asked.add_argument("--fault", action="append", choices=list(FAULTS))
-    asked.add_argument("--stride", type=int, default=1, help="only every so many-th call")
-    given = asked.parse_args()
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--scenario", action="append", choices=[each.name for each in SCENARIOS])
+    parser.add_argument("--fault", action="append", choices=list(FAULTS))
+    parser.add_argument("--stride", type=int, default=1, help="only every n-th call")
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="auraflux-faults-") as folder:
         base = Path(folder).resolve()
         if "LD_PRELOAD" not in os.environ:
-            # threads of torch would not be there in the forked processes
+            # torch's threads do not exist in forked processes
             environment = {**os.environ, "LD_PRELOAD": str(build(base)), "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
             return subprocess.run(
                 [sys.executable, "-m", "tests.faults", *sys.argv[1:]], env=environment, check=False

@@ -1,4 +1,4 @@
-"""The library that makes the n-th call fail (calls.c): how it is built, loaded before all others, and told what to do."""
+"""The fault injection library (calls.c), which makes the n-th call fail: building, preloading and controlling it."""
 
 import ctypes
 import errno
@@ -17,11 +17,11 @@ REMOVING = ("unlink", "unlinkat", "rmdir")
 
 @dataclass(frozen=True)
 class Fault:
-    """What befalls the n-th call.
+    """A fault injected at the n-th call.
 
-    kinds  of calls that are counted
-    how    it fails, it and all after it fail, half of it is done, or the process is killed there
-    error  that it fails with
+    kinds  calls that are counted
+    how    the call fails, it and all later ones fail, it is half done, or the process is killed
+    error  errno of the failure
     """
 
     kinds: int
@@ -41,7 +41,7 @@ FAULTS = {
 
 
 def missing() -> str | None:
-    """Why calls cannot be made to fail here."""
+    """Return why fault injection is not available here, None if it is."""
     if not sys.platform.startswith("linux"):
         return "the library that makes calls fail is for Linux"
     return None if shutil.which("gcc") else "there is no gcc to build the library that makes calls fail"
@@ -55,7 +55,7 @@ def build(folder: Path) -> Path:
 
 
 class Calls:
-    """The library, in a process that was started with it in LD_PRELOAD."""
+    """The library in a process that was started with it in LD_PRELOAD."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(os.environ["LD_PRELOAD"])
@@ -63,11 +63,11 @@ class Calls:
         self._library.faults_disarm.restype = ctypes.c_long
 
     def arm(self, folder: Path, fault: Fault, at: int) -> None:
-        """Strike at a call below a folder; with 0, only count."""
+        """Fail the n-th call below a folder; with 0, only count calls."""
         path = ctypes.c_char_p(bytes(folder))
         self._library.faults_arm(path, fault.kinds, ctypes.c_long(at), fault.how, fault.error)
 
     def disarm(self) -> tuple[int, str]:
-        """How many calls there were, and which was struck."""
+        """Return the number of calls and the name of the failed one."""
         count = self._library.faults_disarm()
         return count, self._library.faults_hit().decode()

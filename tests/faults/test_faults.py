@@ -1,4 +1,4 @@
-"""Disks that are full, torn or taken away, memory that ends, and kills: the old state or the new one, and then on as before."""
+"""Injected I/O errors, failed allocations and kills leave the old or the new state, and the next run succeeds."""
 
 import os
 import subprocess
@@ -11,17 +11,17 @@ from tests.faults.calls import missing
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
-def run(*words: str) -> None:
+def run(*args: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.getcwd(), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "tests.faults", *words]
+    command = [sys.executable, "-m", "tests.faults", *args]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_some_calls_of_everything_that_writes():
+def test_sampled_faults_leave_the_old_or_the_new_state():
     run("--fault", "full", "--fault", "killed", "--stride", "89")
 
 
 @pytest.mark.slow
-def test_every_call_of_everything_that_writes():
+def test_every_fault_leaves_the_old_or_the_new_state():
     run()

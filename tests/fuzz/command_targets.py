@@ -1,6 +1,6 @@
-"""Command lines: every command with its options, which are asked of click, so that new ones come by themselves.
+"""Random command lines: every command with its options, taken from click, so that new ones are covered.
 
-What a command does when all is well may take long, start processes or listen: that is left out, and counts as taken.
+Functions that run long, start processes or listen are stubbed; reaching one counts as accepted.
 """
 
 import os
@@ -16,15 +16,15 @@ from click.testing import CliRunner
 
 from auraflux.cli import main, serve_ray
 from auraflux.errors import AurafluxError, InputError
+from tests.engine.tiny import tiny
 from tests.fuzz.corpus import SCRATCH, packed_model
 from tests.fuzz.harness import Target
 from tests.fuzz.mutate import ODD, text
-from tests.run.tiny import tiny
 
 LONGEST = 2000  # characters on stderr
-WHOLE = ["0", "1", "2", "-1", "64", "99", "1000000000000", str(10**30), "x", "1.5", ""]
+INTEGERS = ["0", "1", "2", "-1", "64", "99", "1000000000000", str(10**30), "x", "1.5", ""]
 REAL = ["0", "0.5", "1", "-1", "1e300", "-1e300", "nan", "inf", "x", ""]
-TEXTS = sorted({each for each in ODD if isinstance(each, str) and "\0" not in each})
+STRINGS = sorted({each for each in ODD if isinstance(each, str) and "\0" not in each})
 PATHS = ["there", "not/there", "/dev/null/x", "/proc/x", "", "x" * 300, "a\nb", "\udc80"]
 SIZES = ["1GB", "1MB", "0", "-1GB", "9" * 40 + "GB", "1.5GB", "nanGB", "infGB", "GB", "", "1 GB", "²GB"]
 DIVIDED = [
@@ -43,7 +43,7 @@ DIVIDED = [
 ]
 LISTS = ["none", "1,8", "0", "-1", "1,,2", ",", "1e9", "x", "", "1000000000000"]
 SHAPES = ["llama-8b", "qwen3-30b-a3b", "x", ""]
-# what says more of an option than its type does
+# values for options whose type alone says too little
 VALUES = {
     "--kv": ["k8v4", "none", "auto", "k4v2", "k9v9", "k8", "none,k8v4", "k4v4+newest=128", "k4v4+x=1", "+", ""],
     "--parallel": DIVIDED,
@@ -62,87 +62,87 @@ VALUES = {
         "[::1",
         *SIZES,
     ],
-    "--wire": ["here", "10gbe", "1gbe", "wifi", "x", ""],
+    "--network": ["here", "10gbe", "1gbe", "wifi", "x", ""],
     "--replicas": ["1", "1-4", "4-1", "0", "²", "1-", "99999", ""],
     "--device": ["cpu", "auto", "cuda", "cpu:1", "tpu", ""],
     "--shape": SHAPES,
     "--explain": ["linear", "model", "nothing", "all", "*", "llama-8b"],
-    "--a": ["", "--kv none", "--piece 0", "--piece 2", "'", "--x", "--speculate ngram", "model"],
-    "--b": ["--exact", "--kv k9v9", "--piece 1", '"', "--context 1"],
+    "--a": ["", "--kv none", "--prefill-chunk 0", "--prefill-chunk 2", "'", "--x", "--speculate ngram", "model"],
+    "--b": ["--exact", "--kv k9v9", "--prefill-chunk 1", '"', "--context 1"],
     "--calibrate": ["off", "auto", *PATHS],
     "--speculate": ["ngram", "x", "", "not/there"],
     "--host": ["127.0.0.1", "localhost", "::1", "0.0.0.0", "x" * 300, "é" * 99, "a b", "", "256.1.1.1", "\udc80"],
     "--url": ["http://127.0.0.1:1", "x", "http://", "http://[", "ftp://a", "http://a:99999", ""],
     **dict.fromkeys(("--clients", "--rate", "--copy", "--needle", "--tools", "--speed"), LISTS),
-    **dict.fromkeys(("--expert-memory", "--expert-main-memory", "--cache-memory", "--prefix-disk"), SIZES),
-    **dict.fromkeys(("--disk", "--memory-speed", "--budget"), SIZES),
+    **dict.fromkeys(("--expert-memory", "--expert-host-memory", "--cache-memory", "--prefix-disk"), SIZES),
+    **dict.fromkeys(("--disk", "--memory-bandwidth", "--budget"), SIZES),
 }
-# with these a command ends soon
+# options that make a command end soon
 QUICK = {
     "generate": ("-p", "a", "-n", "1", "--context", "64"),
     "chat": ("-n", "1", "--context", "64"),
-    "convert": ("there/dst", "--group", "32"),
-    "pack": ("there/dst", "--group", "32"),
-    "plan": ("--hosts", "1GB,1GB", "--memory-speed", "10GB"),
+    "convert": ("there/dst", "--group-size", "32"),
+    "pack": ("there/dst", "--group-size", "32"),
+    "plan": ("--hosts", "1GB,1GB", "--memory-bandwidth", "10GB"),
     "diff": ("-p", "a b", "--a", "--context 64", "--b", "--context 64 --kv none"),
     "serve": ("--port", "0", "--context", "64"),
     "bench model": ("--at", "8", "--context", "64"),
 }
 MODELLESS = {"doctor", "ops", "bench ops", "bench stream"}
-HEARTS = [
-    *("auraflux.cli.serve._run", "auraflux.cli.ops._check", "auraflux.cli.bench._run", "auraflux.cli.bench_gpu.bench_gpu"),
-    *("auraflux.cli.bench_serve._measure", "auraflux.cli.bench_stream._build", "auraflux.cli.bench_stream._measure"),
-    *("auraflux.bench.ranks.bench_ranks", "auraflux.bench.model.measure", "auraflux.bench.speculation.measure"),
-    *("auraflux.bench.random_weights.random_language", "auraflux.ops.simd.ceiling.read_ceiling"),
-    *("auraflux.run.ranks.follow.follow", "auraflux.run.ranks.lead.Lead.__init__", "auraflux.eval.run.Evaluation"),
-    *("auraflux.weights.pull._download", "auraflux.weights.pull.from_hub", "auraflux.cli.doctor._compile"),
+STUBBED = [
+    *("auraflux.cli.serve._run", "auraflux.cli.ops._check", "auraflux.cli.bench._run", "auraflux.cli.bench.gpu.bench_gpu"),
+    *("auraflux.cli.bench.serve._measure", "auraflux.cli.bench.stream._build", "auraflux.cli.bench.stream._measure"),
+    *("auraflux.bench.distributed.ranks.bench_ranks", "auraflux.bench.model.measure", "auraflux.bench.speculation.measure"),
+    *("auraflux.bench.random_weights.random_language", "auraflux.ops.simd.peak_bandwidth.peak_read_bandwidth"),
+    *("auraflux.distributed.follower.follow", "auraflux.distributed.leader.Leader.__init__", "auraflux.eval.run.Evaluation"),
+    *("auraflux.weights.download.pull._download", "auraflux.weights.download.pull.from_hub", "auraflux.cli.doctor._compile"),
 ]
 
 
-TAKEN = AurafluxError("it was taken.")
+ACCEPTED = AurafluxError("accepted.")
 
 
-def begin(*args: Any, **options: Any) -> Any:
-    """Do nothing of what was asked for."""
-    raise TAKEN
+def accept(*args: Any, **options: Any) -> Any:
+    """Stop at a stubbed function: the arguments were accepted."""
+    raise ACCEPTED
 
 
-def begin_replicas(model: Any, host: str, port: int, replicas: str, settings: Any, chosen: Any) -> None:
+def accept_replicas(model: Any, host: str, port: int, replicas: str, settings: Any, chosen: Any) -> None:
     serve_ray._counts(replicas)
-    begin()
+    accept()
 
 
 @cache
 def commands() -> dict[str, click.Command]:
-    """All that have no commands below them, by their words."""
+    """Map the full names of all leaf commands to the commands."""
 
-    def below(group: click.Group, words: tuple[str, ...]) -> Iterator[tuple[str, click.Command]]:
+    def below(group: click.Group, args: tuple[str, ...]) -> Iterator[tuple[str, click.Command]]:
         for name, command in group.commands.items():
             if isinstance(command, click.Group):
-                yield from below(command, (*words, name))
+                yield from below(command, (*args, name))
             else:
-                yield " ".join((*words, name)), command
+                yield " ".join((*args, name)), command
 
     return dict(below(main, ()))
 
 
 def value(rng: random.Random, option: click.Parameter) -> str:
-    """Something that stands after an option."""
+    """Return a random value for an option."""
     kind, name = option.type, max(option.opts, key=len)
     if isinstance(kind, click.Choice):
         return rng.choice([*map(str, kind.choices), "x", ""])
     if isinstance(kind, click.types.IntParamType):
-        return rng.choice(WHOLE)
+        return rng.choice(INTEGERS)
     if isinstance(kind, click.types.FloatParamType):
         return rng.choice(REAL)
-    known = VALUES.get(name) or (PATHS if isinstance(kind, click.Path) else TEXTS)
+    known = VALUES.get(name) or (PATHS if isinstance(kind, click.Path) else STRINGS)
     found = rng.choice(known)
-    # a path may lead anywhere
+    # a mutated path could point anywhere
     return text(rng, found) if rng.random() < 0.1 and known is not PATHS else found
 
 
-def words_of(rng: random.Random, name: str) -> list[str]:
-    """A command line: what makes it quick, and a few options beside that."""
+def arguments_of(rng: random.Random, name: str) -> list[str]:
+    """Return a command line: the options that make it quick, and a few random ones."""
     command = commands()[name]
     model = [] if name in MODELLESS else [str(packed_model() if rng.random() < 0.3 else tiny())]
     if rng.random() < 0.1:
@@ -157,23 +157,23 @@ def words_of(rng: random.Random, name: str) -> list[str]:
 
 
 def command(rng: random.Random) -> None:
-    """A command line that ends with 0, or with 1 or 2 and a sentence."""
-    words = words_of(rng, rng.choice(sorted(commands())))
+    """Run a command line, which must exit with 0, or with 1 or 2 and a one-sentence error."""
+    args = arguments_of(rng, rng.choice(sorted(commands())))
     home = SCRATCH / "commands"
     (home / "there").mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(chdir(home))
         stack.enter_context(patch.dict(os.environ, {"AURAFLUX_HOME": str(home / "home")}))
-        stack.enter_context(patch("auraflux.cli.serve.run_replicas", begin_replicas))
-        for heart in HEARTS:
-            stack.enter_context(patch(heart, begin))
-        done = CliRunner().invoke(main, words, input="hi\n")
+        stack.enter_context(patch("auraflux.cli.serve.run_replicas", accept_replicas))
+        for function in STUBBED:
+            stack.enter_context(patch(function, accept))
+        done = CliRunner().invoke(main, args, input="hi\n")
     if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise RuntimeError(f"{words}: {type(done.exception).__name__}: {done.exception}") from done.exception
-    assert done.exit_code in (0, 1, 2), f"{words}: {done.exit_code}"
-    assert done.exit_code == 0 or len(done.stderr) < LONGEST, f"{words}: {done.stderr[:300]}"
-    assert done.exit_code != 1 or done.stderr.splitlines()[-1].startswith("error: "), f"{words}: {done.stderr[-300:]}"
-    if done.exit_code and str(TAKEN) not in done.stderr:
+        raise RuntimeError(f"{args}: {type(done.exception).__name__}: {done.exception}") from done.exception
+    assert done.exit_code in (0, 1, 2), f"{args}: {done.exit_code}"
+    assert done.exit_code == 0 or len(done.stderr) < LONGEST, f"{args}: {done.stderr[:300]}"
+    assert done.exit_code != 1 or done.stderr.splitlines()[-1].startswith("error: "), f"{args}: {done.stderr[-300:]}"
+    if done.exit_code and str(ACCEPTED) not in done.stderr:
         raise InputError(done.stderr.splitlines()[-1])
 
 

@@ -1,4 +1,4 @@
-"""The models that inputs are made from: tiny, written by code, once in a process, and gone with it."""
+"""Tiny models that inputs are mutated from, generated once per process in a temporary folder."""
 
 import atexit
 import json
@@ -20,10 +20,11 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from auraflux.cache import Cache, CacheSettings
 from auraflux.models import FAMILIES, family, family_name
 from auraflux.quant import QTensor
-from auraflux.weights.checkpoint import open_checkpoint
-from auraflux.weights.convert import convert
+from auraflux.weights.convert.mlx_folder import convert
+from auraflux.weights.formats.checkpoint import open_checkpoint
+from auraflux.weights.formats.stored import Checkpoint, Stored
 from auraflux.weights.loader import Weights
-from auraflux.weights.stored import Checkpoint, Stored
+from tests.engine.tiny import WIDTHS, tiny
 from tests.models import (
     test_deepseek_v3,
     test_deepseek_v4,
@@ -41,22 +42,21 @@ from tests.models import (
     test_qwen4_exp,
 )
 from tests.models.oracles import save
-from tests.run.tiny import WIDTHS, tiny
-from tests.weights.gguf_files import HIDDEN, INNER, llama_tensors, write_gguf
-from tests.weights.gguf_models import WORDS, written
-from tests.weights.gguf_models import tiny as gguf_model
-from tests.weights.packed_folders import hf_folder, packed
-from tests.weights.quantized_folders import FOLDERS, rewrite
+from tests.weights.experts.packed_folders import hf_folder, packed
+from tests.weights.formats.gguf_files import HIDDEN, INNER, llama_tensors, write_gguf
+from tests.weights.formats.gguf_models import METADATA, gguf_tensors
+from tests.weights.formats.gguf_models import tiny as gguf_model
+from tests.weights.formats.quantized_folders import FOLDERS, rewrite
 
-# in memory where there is room for files: most of an input's time is the writing of its file
+# in /dev/shm if possible: on a disk, writing the file would dominate an input's time
 MEMORY = Path("/dev/shm")
 SCRATCH = Path(mkdtemp(prefix="auraflux-fuzz-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None))
 atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-# of Hugging Face's defaults, what would be slow to open
+# overrides of Hugging Face defaults that would be slow to load
 SMALL = {"num_hidden_layers": 4, "vocab_size": 300}
-# what these leave open
+# keys without defaults
 INDEXED = {
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
@@ -64,7 +64,7 @@ INDEXED = {
     "indexer_budget": 64,
     "indexer_compress_ratio": 16,
 }
-FURTHER = {kind: {**INDEXED, "ple_layer_ids": [1, 2], "eos_token_id": 2} for kind in ("qwen4_exp", "qwen4_exp_text")}
+QWEN4 = {kind: {**INDEXED, "ple_layer_ids": [1, 2], "eos_token_id": 2} for kind in ("qwen4_exp", "qwen4_exp_text")}
 # types that transformers has under another name
 ALIASES = {"kimi_k2": "deepseek_v3"}
 # one or two of every file in auraflux/models
@@ -89,7 +89,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gpt_oss": test_gpt_oss.gpt_oss,
     "gemma3_text": test_gemma3_text.gemma,
     "gemma4": test_gemma4_text.mixture,
-    "gemma4_text": test_gemma4_text.little,
+    "gemma4_text": test_gemma4_text.small_gemma4,
 }
 METHODS = {
     "awq": ("awq", "awq-rows", "awq-old-words"),
@@ -104,7 +104,7 @@ METHODS = {
 
 
 def open_all(path: Path) -> Checkpoint:
-    """Open a model as far as it can be before weights are read: config, caches, names and sizes of tensors."""
+    """Open a model up to its weights: config, cache shapes, names and sizes of tensors."""
     checkpoint = open_checkpoint(path)
     module = family(checkpoint.config)
     settings = CacheSettings("auto").for_family(family_name(checkpoint.config))
@@ -114,12 +114,12 @@ def open_all(path: Path) -> Checkpoint:
 
 
 class FirstRow(Weights):
-    """Weights of which the first row is computed, of the first that is held as codes."""
+    """Weights that dequantize the first row of the first quantized tensor."""
 
     is_read = False
 
-    def ready(self, found: Stored, in_order: bool = False) -> Stored:
-        made = super().ready(found, in_order)
+    def to_kernel_layout(self, found: Stored, in_order: bool = False) -> Stored:
+        made = super().to_kernel_layout(found, in_order)
         if isinstance(made, QTensor) and not self.is_read and len(made.shape) == 2:
             self.is_read = True
             assert made.take(torch.zeros(1, dtype=torch.int64)).dequantize().shape == (1, made.shape[1])
@@ -127,18 +127,18 @@ class FirstRow(Weights):
 
 
 def load_all(path: Path) -> None:
-    """Also read its weights, and what `inspect` says of them."""
+    """Load a model with its weights, and plan its memory as `inspect` does."""
     checkpoint = open_all(path)
     module = family(checkpoint.config)
     weights = FirstRow(checkpoint, module.rename)
     module.Model(module.Config.from_hf(checkpoint.config), weights)
-    weights.done()
+    weights.check_loaded()
     assert all(isinstance(note, str) for note in checkpoint.notes)
 
 
 @cache
 def copy_of(name: str) -> Path:
-    """A folder for one target, with the files of the tiny model as links within it would be: as they are."""
+    """Return a folder for one target with copies of the tiny model's files."""
     folder = SCRATCH / name
     folder.mkdir()
     for path in tiny().iterdir():
@@ -153,19 +153,19 @@ def original(name: str) -> bytes:
 
 @cache
 def configs() -> list[dict[str, Any]]:
-    """A config of every type, with Hugging Face's defaults."""
+    """Return a config of every model type with Hugging Face defaults."""
     found = [json.loads(original(CONFIG))]
     for kind in sorted(FAMILIES):
         made = AutoConfig.for_model(ALIASES.get(kind, kind)).to_dict()
         inner = made.get("text_config")
         layers = None if kind != "gpt_oss" else ["sliding_attention", "full_attention"] * 2
-        (inner if isinstance(inner, dict) else made).update(SMALL, layer_types=layers, **FURTHER.get(kind, {}))
+        (inner if isinstance(inner, dict) else made).update(SMALL, layer_types=layers, **QWEN4.get(kind, {}))
         found.append(json.loads(json.dumps({**made, "model_type": kind}, default=str)))
     return found
 
 
 class Folder:
-    """A model's folder whose config and weights are others for every input."""
+    """A model folder whose config and weights are replaced for every input."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -181,7 +181,7 @@ class Folder:
         return split(self._content)
 
     def write(self, config: bytes | None = None, weights: bytes | None = None) -> Path:
-        """Put these there, or what was there at first."""
+        """Write the given files, or the original ones."""
         (self.path / CONFIG).write_bytes(self._config if config is None else config)
         if weights is not None or self._is_changed:
             (self.path / WEIGHTS).write_bytes(self._content if weights is None else weights)
@@ -191,34 +191,34 @@ class Folder:
 
 @cache
 def model_of(kind: str) -> Folder:
-    """A tiny model of a family."""
+    """Return a tiny model of a family."""
     return Folder(save(MODELS[kind](), SCRATCH / f"family-{kind}"))
 
 
 @cache
 def small() -> Path:
-    """A model of one layer and few tokens: what inputs in the formats of others are made from."""
+    """Return a model of one layer and a small vocabulary, the source of quantized folders."""
     config = LlamaConfig(vocab_size=32, num_hidden_layers=1, max_position_embeddings=512, eos_token_id=0, **WIDTHS)
     return save(LlamaForCausalLM(config), SCRATCH / "small")
 
 
 @cache
 def quantized(kind: str) -> Folder:
-    """A small model whose MLP is in a format of others."""
+    """Return a small model whose MLP is quantized in a third-party format."""
     rewrite(small(), SCRATCH / kind, *FOLDERS[kind], skip=("embed_tokens", "lm_head", "norm", "self_attn"))
     return Folder(SCRATCH / kind)
 
 
 @cache
 def converted() -> Folder:
-    """A small model as `convert` writes it."""
+    """Return a small model as written by `convert`."""
     checkpoint = open_checkpoint(small())
     return Folder(convert(checkpoint, family(checkpoint.config), SCRATCH / "converted", group=32))
 
 
 @cache
 def blocks() -> Folder:
-    """A gpt-oss as OpenAI published it: experts as blocks and exponents of MXFP4."""
+    """Return a gpt-oss as published by OpenAI: experts as MXFP4 blocks and scales."""
     model = test_gpt_oss.gpt_oss(num_hidden_layers=1, layer_types=["full_attention"], num_local_experts=2, vocab_size=32)
     folder, found = save(model, SCRATCH / "blocks"), {}
     for name, tensor in load_file(folder / WEIGHTS).items():
@@ -233,12 +233,12 @@ def blocks() -> Folder:
 
 @cache
 def packed_model() -> Path:
-    """A mixture whose experts lie in files of their own."""
+    """Return an MoE model with packed experts."""
     return packed(hf_folder(SCRATCH / "mixture"), SCRATCH / "packed", bits=4, group=32)
 
 
 def split(content: bytes) -> tuple[bytes, dict[str, Any]]:
-    """The data of a safetensors file, and its header."""
+    """Split a safetensors file into its data and its header."""
     length = struct.unpack("<Q", content[:8])[0]
     return content[8 + length :], json.loads(content[8 : 8 + length])
 
@@ -249,30 +249,30 @@ def join(data: bytes, header: bytes) -> bytes:
 
 @cache
 def gguf_of(architecture: str, kind: str = "F32") -> bytes:
-    """A GGUF file of a family; its matrices but those of attention have blocks of some type."""
+    """Return a GGUF file of a family with all matrices but attention in one block type."""
     if architecture == "llama":
         # wide enough for blocks of 256
         tensors = one_layer() if kind == "F32" else wide_tensors()
-        words = {} if kind == "F32" else {"embedding_length": 256, "feed_forward_length": 256, "attention.key_length": 64}
-        words["block_count"] = 1
+        metadata = {} if kind == "F32" else {"embedding_length": 256, "feed_forward_length": 256, "attention.key_length": 64}
+        metadata["block_count"] = 1
     else:
-        tensors, words = written(gguf_model(architecture), architecture), dict(WORDS[architecture])
+        tensors, metadata = gguf_tensors(gguf_model(architecture), architecture), dict(METADATA[architecture])
     path, kinds = SCRATCH / f"{architecture}-{kind}.gguf", {name: "F32" for name in tensors if "self_attn" in name}
-    return write_gguf(path, tensors, kind, architecture, words, kinds, tokenizer=True).read_bytes()
+    return write_gguf(path, tensors, kind, architecture, metadata, kinds, tokenizer=True).read_bytes()
 
 
 @cache
-def gguf_pieces() -> tuple[bytes, ...]:
-    """The files of a model that the `gguf` package has cut into two."""
+def gguf_split() -> tuple[bytes, ...]:
+    """Return the two files of a model split by the `gguf` package."""
     tensors = wide_tensors()
-    words = {"embedding_length": 256, "feed_forward_length": 256, "attention.key_length": 64, "block_count": 1}
-    write_gguf(SCRATCH / "cut.gguf", tensors, "Q8_0", words=words, tokenizer=True, most=-(-len(tensors) // 2))
+    metadata = {"embedding_length": 256, "feed_forward_length": 256, "attention.key_length": 64, "block_count": 1}
+    write_gguf(SCRATCH / "cut.gguf", tensors, "Q8_0", metadata=metadata, tokenizer=True, most=-(-len(tensors) // 2))
     return tuple((SCRATCH / f"cut-0000{number}-of-00002.gguf").read_bytes() for number in (1, 2))
 
 
 @cache
 def header_nbytes(content: bytes) -> int:
-    """Where the tensors of a GGUF file begin."""
+    """Return the offset of the tensor data in a GGUF file."""
     path = SCRATCH / "header.gguf"
     path.write_bytes(content)
     return gguf.GGUFReader(path).data_offset
@@ -283,7 +283,7 @@ def one_layer() -> dict[str, np.ndarray]:
 
 
 def wide_tensors() -> dict[str, np.ndarray]:
-    """A Llama of which every matrix has whole blocks of 256."""
+    """Return Llama tensors whose widths are multiples of 256."""
     swapped = {HIDDEN: 256, INNER: 256, 64: 128}
     made = {}
     for name, array in one_layer().items():

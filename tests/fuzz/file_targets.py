@@ -1,45 +1,45 @@
-"""Files of a model that were changed by chance, and the code that opens them."""
+"""Mutations of a model's files, and the code that opens them."""
 
 import base64
 import os
 import random
 
-from auraflux.run.tokenizer import Tokenizer
+from auraflux.tokenizer.tokenizer import Tokenizer
+from tests.engine.tiny import tiny
 from tests.fuzz import corpus
 from tests.fuzz.corpus import CONFIG, INDEX, SCRATCH, WEIGHTS, copy_of, join, load_all, open_all, original, split
 from tests.fuzz.harness import Target
-from tests.fuzz.mutate import as_json, mutated, octets
-from tests.run.tiny import tiny
+from tests.fuzz.mutate import mutated, mutated_bytes, mutated_json
 
-BESIDE = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+SIDE_FILES = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
 
 
 def config(rng: random.Random) -> None:
     folder = copy_of("config")
-    (folder / CONFIG).write_bytes(as_json(rng, mutated(rng, rng.choice(corpus.configs()))))
+    (folder / CONFIG).write_bytes(mutated_json(rng, mutated(rng, rng.choice(corpus.configs()))))
     open_all(folder)
 
 
 def families(rng: random.Random) -> None:
-    """A model of any family whose config says something else, or whose tensors have other names, kinds and sizes."""
+    """Load a model of any family with a mutated config, or with mutated tensor names, dtypes and shapes."""
     model = corpus.model_of(rng.choice(sorted(corpus.MODELS)))
     if rng.random() < 0.8:
-        load_all(model.write(config=as_json(rng, mutated(rng, model.config))))
+        load_all(model.write(config=mutated_json(rng, mutated(rng, model.config))))
     else:
         data, names = model.parts
-        load_all(model.write(weights=join(data, as_json(rng, mutated(rng, names)))))
+        load_all(model.write(weights=join(data, mutated_json(rng, mutated(rng, names)))))
 
 
 def index(rng: random.Random) -> None:
     folder = copy_of("index")
     _, header = split(original(WEIGHTS))
-    whole = {"metadata": {"total_size": 1}, "weight_map": {name: WEIGHTS for name in header if name != "__metadata__"}}
-    (folder / INDEX).write_bytes(as_json(rng, mutated(rng, whole)))
+    complete = {"metadata": {"total_size": 1}, "weight_map": {name: WEIGHTS for name in header if name != "__metadata__"}}
+    (folder / INDEX).write_bytes(mutated_json(rng, mutated(rng, complete)))
     load_all(folder)
 
 
 def places_of_files(rng: random.Random) -> None:
-    """Something else where a file should be: a link that leads elsewhere or nowhere, a folder, a FIFO, nothing."""
+    """Open a folder with a foreign or broken link, a folder, a FIFO or nothing in place of a file."""
     folder, name = copy_of("places"), rng.choice([CONFIG, WEIGHTS, "tokenizer.json", INDEX])
     path, away = folder / name, SCRATCH / "away.json"
     away.write_bytes(b"{}")
@@ -65,19 +65,19 @@ def header(rng: random.Random) -> None:
         entry = changed[rng.choice(sorted(changed))]
         if isinstance(entry, dict):
             entry["dtype"] = rng.choice(["F64", "F8_E4M3", "F8_E8M0", "F4", "BOOL", "U8", "I64", "C64", "", 3])
-    (folder / WEIGHTS).write_bytes(join(data, as_json(rng, changed)))
+    (folder / WEIGHTS).write_bytes(join(data, mutated_json(rng, changed)))
     load_all(folder)
 
 
 def weights(rng: random.Random) -> None:
     folder = copy_of("weights")
     content = original(WEIGHTS)
-    (folder / WEIGHTS).write_bytes(octets(rng, content[:4096]) + content[4096:])
+    (folder / WEIGHTS).write_bytes(mutated_bytes(rng, content[:4096]) + content[4096:])
     load_all(folder)
 
 
-def beside(rng: random.Random) -> None:
-    folder, name = copy_of("beside"), rng.choice(BESIDE)
+def side_file(rng: random.Random) -> None:
+    folder, name = copy_of("side-files"), rng.choice(SIDE_FILES)
     usual = {
         "tokenizer_config.json": {
             "chat_template": "{{ messages }}",
@@ -89,9 +89,9 @@ def beside(rng: random.Random) -> None:
         "generation_config.json": {"eos_token_id": [0, 2], "temperature": 0.5},
         "special_tokens_map.json": {"eos_token": "<|im_end|>", "additional_special_tokens": ["<x>"]},
     }
-    for path in BESIDE:
+    for path in SIDE_FILES:
         (folder / path).unlink(missing_ok=True)
-    (folder / name).write_bytes(as_json(rng, mutated(rng, usual[name])))
+    (folder / name).write_bytes(mutated_json(rng, mutated(rng, usual[name])))
     made = Tokenizer.from_folder(folder)
     assert made is not None
     assert all(isinstance(number, int) for number in made.eos_ids)
@@ -100,14 +100,14 @@ def beside(rng: random.Random) -> None:
 
 def tokenizer(rng: random.Random) -> None:
     folder = copy_of("tokenizer")
-    (folder / "tokenizer.json").write_bytes(octets(rng, original("tokenizer.json"), 3))
+    (folder / "tokenizer.json").write_bytes(mutated_bytes(rng, original("tokenizer.json"), 3))
     made = Tokenizer.from_folder(folder)
     assert made is not None
     made.decode(made.encode("The quick"))
 
 
 def tiktoken(rng: random.Random) -> None:
-    """Ranks in place of tokenizer.json, and what tokenizer_config.json says of them."""
+    """Load a tiktoken file in place of tokenizer.json, with a mutated tokenizer_config.json."""
     folder = copy_of("tiktoken")
     (folder / "tokenizer.json").unlink(missing_ok=True)
     tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"the", b" the", "é".encode()]
@@ -115,11 +115,11 @@ def tiktoken(rng: random.Random) -> None:
     listed = {"260": {"content": "[BOS]", "special": True}, "262": {"content": "[EOS]", "special": True}}
     config = {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": listed}
     if rng.random() < 0.5:
-        lines = octets(rng, lines, 2)
+        lines = mutated_bytes(rng, lines, 2)
     else:
         config = mutated(rng, config)
     (folder / "tiktoken.model").write_bytes(lines)
-    (folder / "tokenizer_config.json").write_bytes(as_json(rng, config))
+    (folder / "tokenizer_config.json").write_bytes(mutated_json(rng, config))
     made = Tokenizer.from_folder(folder)
     assert made is not None
     made.decode(made.encode("The quick"))
@@ -132,7 +132,7 @@ TARGETS = [
     Target("header", header, 40),
     Target("places", places_of_files, 20),
     Target("weights", weights, 30),
-    Target("beside", beside, 60),
+    Target("side-files", side_file, 60),
     Target("tokenizer", tokenizer, 10),
     Target("tiktoken", tiktoken, 10),
 ]

@@ -1,6 +1,6 @@
-"""Inputs by chance, and what must hold of each: it is taken, or refused by one of this package's errors in a few words, soon.
+"""Random inputs, each of which is accepted or refused by one of this package's errors, within limits of time and memory.
 
-An input is made from its target's name and a number, so that the two say all there is to know of a finding.
+An input is generated from its target's name and a number, so that the two reproduce a finding.
 """
 
 import itertools
@@ -18,21 +18,21 @@ from typing import Any
 
 from auraflux.errors import AurafluxError
 
-LONGEST = 2000  # characters of an error
-MOST_LINES = 3
-WAITING = 20  # times as long as it may compute an input may take where others use the machine
-MEMORY = 256 << 20  # bytes; the files have less than 1 MiB
+MAX_MESSAGE_LENGTH = 2000  # characters of an error
+MAX_MESSAGE_LINES = 3
+WALL_CLOCK_FACTOR = 20  # wall-clock limit over CPU-time limit, for busy machines
+MEMORY = 256 << 20  # bytes; input files are smaller than 1 MiB
 
 
 @dataclass(frozen=True)
 class Target:
-    """Something that takes input from strangers.
+    """A function that processes untrusted input.
 
-    attempt  makes an input by chance and lets it be taken; an AurafluxError refuses it
-    short    how many inputs the short form tries
-    limit_s  in which an input must be dealt with
-    every    of so many numbers one is tried: slow targets leave the time to the others
-    memory   bytes by which an input may raise the peak of the process
+    attempt  generates and processes an input; an AurafluxError refuses it
+    short    number of inputs in the short run
+    limit_s  time limit of an input
+    every    only every n-th number is run, for slow targets
+    memory   bytes by which an input may raise the peak memory of the process
     """
 
     name: str
@@ -44,13 +44,13 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Tried:
-    """What became of an input.
+class Attempt:
+    """The outcome of an input.
 
-    what     is wrong: it was neither taken nor refused as it should; None if all is well
+    what     description of a finding, None if the input was accepted or properly refused
     refused  by one of this package's errors
-    nbytes   by which it raised the memory of the process while it was dealt with
-    peak     bytes that the process had at most meanwhile
+    nbytes   increase of the peak memory during the input
+    peak     peak memory of the process during the input, in bytes
     """
 
     target: str
@@ -68,12 +68,12 @@ class Hang(BaseException):
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Stop what takes longer: of the processor's time, since others may have it meanwhile, and in all many times as long."""
+    """Interrupt a block after a limit of CPU time, and after a multiple of it in wall-clock time."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Hang(f"it took more than {seconds:g} seconds")
 
-    clocks = ((signal.SIGPROF, signal.ITIMER_PROF, seconds), (signal.SIGALRM, signal.ITIMER_REAL, WAITING * seconds))
+    clocks = ((signal.SIGPROF, signal.ITIMER_PROF, seconds), (signal.SIGALRM, signal.ITIMER_REAL, WALL_CLOCK_FACTOR * seconds))
     before = [signal.signal(number, stop) for number, _, _ in clocks]
     for _, clock, limit in clocks:
         signal.setitimer(clock, limit)
@@ -89,52 +89,52 @@ STATUS, PEAK = "/proc/self/status", "/proc/self/clear_refs"
 
 
 def peak_nbytes() -> int:
-    """The most memory this process has had, on Linux since `forget_peak`."""
+    """Return the peak memory of this process, on Linux since `reset_peak`."""
     if sys.platform.startswith("linux"):
         with open(STATUS) as file:
             return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def forget_peak() -> None:
-    """Let the peak be what the process has now, so that one input does not hide what the next one takes."""
+def reset_peak() -> None:
+    """Reset the peak memory to the current memory, so that one input does not hide another."""
     if sys.platform.startswith("linux"):
         with suppress(OSError), open(PEAK, "w") as file:
             file.write("5")
 
 
-def attempt(target: Target, number: int, patience: float = 1.0) -> Tried:
-    """Try one input; `patience` is by how much it may take longer."""
-    forget_peak()
+def attempt(target: Target, number: int, patience: float = 1.0) -> Attempt:
+    """Run one input; `patience` multiplies its time limit."""
+    reset_peak()
     before, begun, what, refused = peak_nbytes(), time.perf_counter(), None, False
     try:
         with _limited(target.limit_s * patience), warnings.catch_warnings():
-            # of numbers that are none: a user would see lines of source
+            # numpy warns of invalid values with lines of source, which a user would see
             warnings.simplefilter("error", RuntimeWarning)
             target.attempt(random.Random(f"{target.name}/{number}"))
     except AurafluxError as err:
-        said, refused = str(err), True
-        if not said or said.count("\n") >= MOST_LINES or len(said) > LONGEST:
-            what = f"its error has {len(said)} characters: {said[:200]!r}"
+        message, refused = str(err), True
+        if not message or message.count("\n") >= MAX_MESSAGE_LINES or len(message) > MAX_MESSAGE_LENGTH:
+            what = f"its error has {len(message)} characters: {message[:200]!r}"
     except KeyboardInterrupt:
         raise
-    # a panic of a package in Rust is no Exception
+    # a Rust panic is not an Exception
     except BaseException as err:
         what = f"{type(err).__name__}: {err}"[:400]
     seconds, peak = time.perf_counter() - begun, peak_nbytes()
     nbytes = max(0, peak - before)
-    # a target's first input compiles and loads what all of them need
+    # a target's first input compiles and loads
     if what is None and number and nbytes > target.memory:
         what = f"it took {nbytes >> 20} MiB of memory"
-    return Tried(target.name, number, what, refused, seconds, nbytes, peak)
+    return Attempt(target.name, number, what, refused, seconds, nbytes, peak)
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which inputs a process tries: every `step`-th number from `first` on, until the time is over or there were enough.
+    """The inputs of one process: every `step`-th number from `first` on, up to limits of time and number.
 
     inputs  of all targets together
-    each    of every target, also of those that are tried seldom
+    each    of every target, ignoring `every`
     """
 
     first: int = 0
@@ -144,13 +144,13 @@ class Share:
     each: float = float("inf")
 
 
-def turns(targets: list[Target], share: Share) -> Iterator[tuple[Target, int]]:
-    """The inputs of a share, all targets in turn."""
+def inputs_of(targets: list[Target], share: Share) -> Iterator[tuple[Target, int]]:
+    """Yield the inputs of a share, round-robin over the targets."""
     end, made = time.monotonic() + share.seconds, 0
-    for turn in itertools.count():
+    for round_number in itertools.count():
         for target in targets:
-            if turn >= share.each or made >= share.inputs or time.monotonic() > end:
+            if round_number >= share.each or made >= share.inputs or time.monotonic() > end:
                 return
-            if turn % target.every == 0 or share.each < float("inf"):
+            if round_number % target.every == 0 or share.each < float("inf"):
                 made += 1
-                yield target, share.first + turn * share.step
+                yield target, share.first + round_number * share.step

@@ -1,49 +1,49 @@
-"""Mutations: of JSON values, of octets, of texts. All chance comes from the generator they are given."""
+"""Mutations of JSON values, bytes and strings, drawn from the given random generator."""
 
 import copy
 import json
 import random
 from typing import Any
 
-# what programmers forget
+# edge cases
 ODD: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 7, 255, 1 << 16, 1 << 31, -(1 << 31), 1 << 63, 10**9, 10**30, 100_000, 99_999_999_999),
     *(0.0, -0.0, 1.5, -1e300, 1e300, 1e-320, float("inf"), float("-inf"), float("nan")),
     *("", "0", "a", "null", "true", "/", "..", "../../etc/passwd", "\0", "\ud800", "é" * 99, "x" * 5000, "{{ 1 }}", "%s%n"),
     *([], {}, [[]], {"": {}}, [None], [0], [1, "a"], {"a": 1}, [{}], list(range(99)), ["full_attention"] * 3),
 ]
-GROWN = 500  # values more than there were, from which on a JSON value is not changed further
+MAX_GROWTH = 500  # values by which a JSON value may grow
 
 
 def odd(rng: random.Random) -> Any:
-    """A value that is seldom expected."""
+    """Return a random edge case."""
     return copy.deepcopy(rng.choice(ODD))
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where a value has values, each as the keys that lead there."""
+def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """List the key paths of all values within a JSON value."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     found = [path]
     for key, each in inner:
-        found += places(each, (*path, key))
+        found += paths_in(each, (*path, key))
     return found
 
 
 def mutated(rng: random.Random, value: Any, most: int = 3) -> Any:
-    """A copy of a JSON value, changed in a few places."""
-    made, found = copy.deepcopy(value), places(value)
-    largest = len(found) + GROWN
+    """Return a copy of a JSON value, mutated in a few places."""
+    made, found = copy.deepcopy(value), paths_in(value)
+    largest = len(found) + MAX_GROWTH
     for _ in range(rng.randint(1, most)):
-        # a list of long lists would take more memory here than in what is tested
+        # repeated growth would take more memory here than in the tested code
         if len(found) > largest:
             break
         made = _changed(rng, made, rng.choice(found))
-        found = places(made)
+        found = paths_in(made)
     return made
 
 
 def _changed(rng: random.Random, value: Any, path: tuple[Any, ...]) -> Any:
-    """A value that is another at one of its places."""
+    """Mutate a JSON value at one path."""
     if not path:
         return odd(rng) if rng.random() < 0.1 else value
     parent = value
@@ -64,7 +64,7 @@ def _changed(rng: random.Random, value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def nearby(rng: random.Random, value: Any) -> Any:
-    """A value of the same type."""
+    """Return another value of the same type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -79,14 +79,14 @@ def nearby(rng: random.Random, value: Any) -> Any:
 
 
 def text(rng: random.Random, value: str) -> str:
-    """A text with characters put in, taken out or doubled."""
+    """Return a string with characters inserted, removed or repeated."""
     at = rng.randint(0, len(value))
-    piece = rng.choice(["", " ", "\n", "\0", "\x1b[31m", "é", "\u202e", "🦙", "\ud800", "'", '"', "%", "{", "/", "..", value])
-    return value[:at] + piece + value[at + rng.randint(0, 3) :]
+    new = rng.choice(["", " ", "\n", "\0", "\x1b[31m", "é", "\u202e", "🦙", "\ud800", "'", '"', "%", "{", "/", "..", value])
+    return value[:at] + new + value[at + rng.randint(0, 3) :]
 
 
-def octets(rng: random.Random, data: bytes, most: int = 8) -> bytes:
-    """Octets with bits turned, pieces cut out, doubled or replaced."""
+def mutated_bytes(rng: random.Random, data: bytes, most: int = 8) -> bytes:
+    """Return bytes with bits flipped and ranges removed, repeated or replaced."""
     made = bytearray(data)
     for _ in range(rng.randint(1, most)):
         if not made:
@@ -108,7 +108,7 @@ def octets(rng: random.Random, data: bytes, most: int = 8) -> bytes:
     return bytes(made)
 
 
-def as_json(rng: random.Random, value: Any) -> bytes:
-    """A JSON value as a file has it, now and then with its octets changed too."""
-    written = json.dumps(value).encode()
-    return octets(rng, written, 2) if rng.random() < 0.1 else written
+def mutated_json(rng: random.Random, value: Any) -> bytes:
+    """Encode a JSON value, sometimes with mutated bytes."""
+    encoded = json.dumps(value).encode()
+    return mutated_bytes(rng, encoded, 2) if rng.random() < 0.1 else encoded

@@ -1,4 +1,4 @@
-"""Calls of ops with arguments that were changed by chance. What is refused changes neither its arguments nor later calls."""
+"""Op calls with mutated arguments; a refused call changes neither its arguments nor later results."""
 
 import copy
 import random
@@ -17,7 +17,7 @@ from auraflux.ops._dispatch import Op, exact, use_backend
 from tests.fuzz.harness import Target
 from tests.fuzz.mutate import odd
 
-LARGEST = 1 << 18  # elements of a case's arguments together
+LARGEST = 1 << 18  # total elements of a case's arguments
 DTYPES = [
     torch.float64,
     torch.float16,
@@ -33,7 +33,7 @@ NUMBERS = [0, -1, 1, 2, 3, 7, 10**6, 1 << 31, 1 << 63, -(1 << 63), 10**30, True,
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """All tensors within a value."""
+    """List all tensors within a value."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -60,7 +60,7 @@ def args_of(case: Case) -> Args:
 
 
 def some_case(rng: random.Random) -> Case:
-    """Any op, and a case of it that is quick."""
+    """Return a random small case of a random op."""
     ours = rng.choice(list(by_op().values()))
     while True:
         case = rng.choice(ours)
@@ -69,7 +69,7 @@ def some_case(rng: random.Random) -> Case:
 
 
 def _sizes(rng: random.Random, x: Tensor) -> Tensor:
-    """The same numbers, or some of them, in another shape."""
+    """Return a tensor with another shape or layout."""
     ways: list[Callable[[], Tensor]] = [
         lambda: x.unsqueeze(0),
         lambda: x.flatten(),
@@ -91,7 +91,7 @@ def _sizes(rng: random.Random, x: Tensor) -> Tensor:
 
 
 def _values(rng: random.Random, x: Tensor) -> Tensor:
-    """Other numbers in the same shape."""
+    """Return a tensor of the same shape with other values."""
     made = x.clone()
     if made.numel() and made.dtype != torch.bool:
         small = [-1, 0, 1, 2, 100]
@@ -118,7 +118,7 @@ def _tensor(rng: random.Random, x: Tensor) -> Any:
 
 
 def changed(rng: random.Random, value: Any) -> Any:
-    """An argument that is near the right one, or nothing like it."""
+    """Return a mutated argument, close to the original or arbitrary."""
     if rng.random() < 0.1:
         return odd(rng)
     if isinstance(value, Tensor):
@@ -144,54 +144,54 @@ def called(case: Case, args: Args, backend: str) -> Any:
 
 
 @cache
-def right(case: Case, backend: str) -> list[Tensor]:
-    """What a case gives, and its arguments after the call."""
+def expected_result(case: Case, backend: str) -> list[Tensor]:
+    """Return a case's result and its arguments after the call."""
     args = copy.deepcopy(args_of(case))
     return tensors([called(case, args, backend), args])
 
 
 def ops(rng: random.Random) -> None:
-    case, backend, look = some_case(rng), rng.choice(["cpu", "cpu", "reference"]), rng.random() < 0.1
-    if look:
-        right(case, backend)
+    case, backend, check_state = some_case(rng), rng.choice(["cpu", "cpu", "reference"]), rng.random() < 0.1
+    if check_state:
+        expected_result(case, backend)
     args = copy.deepcopy(args_of(case))
     for name in rng.sample(sorted(args), min(len(args), rng.choice([1, 1, 1, 2]))):
         if rng.random() < 0.05:
             args[rng.choice(["x", "out", "extra"])] = args.pop(name)
         else:
             args[name] = changed(rng, args[name])
-    before = copy.deepcopy(tensors(args)) if look else []
+    before = copy.deepcopy(tensors(args)) if check_state else []
     try:
         called(case, args, backend)
     except AurafluxError:
         assert all(map(_same, before, tensors(args))), f"{case.id}: a refused call changed its arguments"
         raise
     except Exception as err:
-        given = {name: _told(value) for name, value in args.items()}
+        given = {name: _summary(value) for name, value in args.items()}
         raise RuntimeError(f"{case.id} on {backend}: {type(err).__name__}: {str(err)[:150]} with {given}"[:900]) from err
     finally:
-        if look:
+        if check_state:
             again = copy.deepcopy(args_of(case))
             found = tensors([called(case, again, backend), again])
-            assert all(map(_same, right(case, backend), found)), f"{case.id} gives otherwise than before"
+            assert all(map(_same, expected_result(case, backend), found)), f"{case.id} gives a different result than before"
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
     if a.is_meta or a.is_sparse or a.numel() == 0:
         return True
-    # NaN is equal to itself here
-    return _octets(a).equal(_octets(b))
+    # bitwise, so that NaN equals itself
+    return _bytes_of(a).equal(_bytes_of(b))
 
 
-def _octets(x: Tensor) -> Tensor:
-    # of one element alone the stride may be any
+def _bytes_of(x: Tensor) -> Tensor:
+    # the stride of a single element is arbitrary
     return x.flatten().clone().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
-def _told(value: Any) -> str:
+def _summary(value: Any) -> str:
     if isinstance(value, Tensor):
-        apart = value.layout == torch.strided and not value.is_contiguous()
-        return f"{str(value.dtype)[6:]}{list(value.shape)}{' apart' if apart else ''}"
+        noncontiguous = value.layout == torch.strided and not value.is_contiguous()
+        return f"{str(value.dtype)[6:]}{list(value.shape)}{' noncontiguous' if noncontiguous else ''}"
     return f"{type(value).__name__} {str(value)[:20]}" if not is_dataclass(value) else type(value).__name__
 
 

@@ -1,4 +1,4 @@
-"""What users and clients may ask for, changed by chance: requests, settings, chat templates."""
+"""Mutations of requests, sampling settings and chat templates."""
 
 import json
 import random
@@ -9,20 +9,20 @@ from starlette.testclient import TestClient
 
 import auraflux
 from auraflux.errors import InputError
-from auraflux.run.language import LanguageModel
-from auraflux.run.template import render
+from auraflux.loading.language_model import LanguageModel
 from auraflux.serve.app import make_app
 from auraflux.serve.service import Service
+from auraflux.tokenizer.chat_template import render
+from tests.engine.tiny import tiny
 from tests.fuzz.harness import Target
-from tests.fuzz.mutate import mutated, octets, odd
+from tests.fuzz.mutate import mutated, mutated_bytes, odd
 from tests.fuzz.mutate import text as mutated_text
-from tests.run.tiny import tiny
 from tests.serve.fake_link import TEMPLATE, FakeLink
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}, "strict": True}}
 SAMPLING: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "seed": 1, "stop": ["x"], "max_tokens": 3, "logit_bias": {"5": 1}}
-# all fields that OpenAI's two routes share
+# fields shared by two OpenAI routes
 SHARED: dict[str, Any] = {
     **SAMPLING,
     "model": "toy/model",
@@ -49,8 +49,8 @@ CHAT = [
     },
     {"role": "tool", "tool_call_id": "1", "content": "rain"},
 ]
-# of Anthropic's two routes
-ASKED: dict[str, Any] = {
+# fields shared by two Anthropic routes
+MESSAGES_BODY: dict[str, Any] = {
     "model": "toy/model",
     "messages": [
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
@@ -107,7 +107,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "prompt": None,
     },
     "/v1/messages": {
-        **ASKED,
+        **MESSAGES_BODY,
         "max_tokens": 9,
         "stop_sequences": ["x"],
         "temperature": 0.4,
@@ -116,7 +116,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "stream": True,
         "metadata": {"user_id": "x"},
     },
-    "/v1/messages/count_tokens": ASKED,
+    "/v1/messages/count_tokens": MESSAGES_BODY,
     "/tokenize": {
         "model": "toy/model",
         "prompt": "abc",
@@ -126,7 +126,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "chat_template_kwargs": {"enable_thinking": False},
     },
     "/detokenize": {"model": "toy/model", "tokens": [1, 2, 3]},
-    "/v1/experts/deal": {"model": "toy/model"},
+    "/v1/experts/placement": {"model": "toy/model"},
 }
 NEEDED = {"messages", "prompt", "input", "tokens", "model", "max_tokens"}
 HEADERS = {
@@ -135,7 +135,7 @@ HEADERS = {
     "content-length": ["0", "-1", "9" * 30, "x"],
     "authorization": ["Bearer", "Bearer \x7f", "Basic eA=="],
 }
-WORDS = [
+FRAGMENTS = [
     *(
         "{% for i in range(9) %}",
         "{% endfor %}",
@@ -172,13 +172,13 @@ def client() -> TestClient:
 
 
 def request(rng: random.Random) -> None:
-    """A request that is answered, or refused with the client's own fault."""
+    """Send a request, which must be answered or refused with a 4xx status."""
     path = rng.choice(sorted(BODIES))
     needed = NEEDED if path != "/tokenize" else {rng.choice(["prompt", "messages"])}
-    whole = {key: value for key, value in BODIES[path].items() if key in needed or rng.random() < 0.3}
-    body = json.dumps(mutated(rng, whole, 3) if rng.random() < 0.9 else whole).encode()
+    original = {key: value for key, value in BODIES[path].items() if key in needed or rng.random() < 0.3}
+    body = json.dumps(mutated(rng, original, 3) if rng.random() < 0.9 else original).encode()
     headers = {name: rng.choice(HEADERS[name]) for name in rng.sample(sorted(HEADERS), 1)} if rng.random() < 0.05 else {}
-    answer = client().post(path, content=octets(rng, body, 2) if rng.random() < 0.1 else body, headers=headers)
+    answer = client().post(path, content=mutated_bytes(rng, body, 2) if rng.random() < 0.1 else body, headers=headers)
     assert answer.status_code < 500, f"{path}: {answer.status_code} {answer.text[:300]}"
     if answer.status_code >= 400:
         message = answer.json()["error"]["message"]
@@ -189,13 +189,13 @@ def request(rng: random.Random) -> None:
 @cache
 def model() -> LanguageModel:
     made = auraflux.load(tiny(), device="cpu", context=64)
-    # the kernels are compiled and loaded by no input
+    # compile and load the kernels before any input
     list(made.tokens("The quick", max_tokens=4))
     return made
 
 
-def asked(rng: random.Random) -> None:
-    """A prompt and settings that are honoured, or refused before anything is written."""
+def generate(rng: random.Random) -> None:
+    """Generate from a prompt and settings, which must be accepted or refused before the first token."""
     settings = {**SAMPLING, "logit_bias": {5: 1.0}, "top_k": 5, "min_p": 0.1, "presence_penalty": 0.5, "logprobs": 2}
     chosen = {name: settings[name] for name in rng.sample(sorted(settings), 4)}
     prompt = rng.choice(["The quick", [5, 6, 7], odd(rng)])
@@ -206,21 +206,23 @@ def asked(rng: random.Random) -> None:
             list(model().tokens(prompt, **given))
         finally:
             if rng.random() < 0.1:
-                assert undisturbed() == first_answer(), "the model answers otherwise than before"
+                assert output_after() == expected_output(), "the model gives a different output than before"
 
 
-def undisturbed() -> list[int]:
+def output_after() -> list[int]:
     return list(model().tokens("The lazy dog", max_tokens=4, temperature=0))
 
 
 @cache
-def first_answer() -> list[int]:
-    return undisturbed()
+def expected_output() -> list[int]:
+    return output_after()
 
 
 def template(rng: random.Random) -> None:
-    """A chat template of any sort, and messages of any sort."""
-    source = "".join(rng.choice(WORDS) for _ in range(rng.randint(1, 9))) if rng.random() < 0.7 else mutated_text(rng, TEMPLATE)
+    """Render a random chat template with random messages."""
+    source = (
+        "".join(rng.choice(FRAGMENTS) for _ in range(rng.randint(1, 9))) if rng.random() < 0.7 else mutated_text(rng, TEMPLATE)
+    )
     messages = mutated(rng, CHAT, 2) if rng.random() < 0.5 else CHAT
     render(source, messages if isinstance(messages, list) else [messages], tools=[TOOL], add_generation_prompt=True)
 
@@ -229,7 +231,7 @@ COMPILING_S = 120.0  # kernels are compiled when they are first used
 
 TARGETS = [
     Target("request", request, 40),
-    Target("asked", asked, 20, COMPILING_S),
-    # a template has 10 seconds itself
+    Target("generate", generate, 20, COMPILING_S),
+    # templates have their own limit of 10 seconds
     Target("template", template, 40, 20.0),
 ]

@@ -1,4 +1,4 @@
-"""What mlx-lm makes of tiny models: folders it has quantized, and its scores."""
+"""mlx-lm as an oracle: folders that it quantized, and its logits."""
 
 import json
 from collections.abc import Callable
@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.oracles import error, loaded, scores, tokens, written_scores
-from tests.tested import outside
+from tests.models.oracles import chunked_logits, error, loaded, logits, tokens
+from tests.tested import external_oracle
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def in_older_words(config: dict[str, Any]) -> dict[str, Any]:
-    """Say rotation as config files did before transformers 5, and as mlx-lm reads it."""
+def legacy_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Rewrite RoPE settings in the keys used before transformers 5, which mlx-lm reads."""
     rope = config.pop("rope_parameters")
     theta = rope.pop("rope_theta")
     return {**config, "rope_theta": theta, "rope_scaling": None if rope["rope_type"] == "default" else rope}
 
 
 def quantized(folder: Path, target: Path, change: Change, bits: int = 4, group: int = 32) -> Path:
-    """Let mlx-lm round the weights of a folder to codes."""
+    """Quantize the weights of a folder with mlx-lm."""
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is not installed")
     path = folder / "config.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
@@ -34,9 +34,9 @@ def quantized(folder: Path, target: Path, change: Change, bits: int = 4, group: 
     return target
 
 
-@outside("mlx-lm")
-def mlx_scores(folder: Path, ids: list[int]) -> Tensor:
-    """What mlx-lm says after every token, [T, V]."""
+@external_oracle("mlx-lm")
+def mlx_logits(folder: Path, ids: list[int]) -> Tensor:
+    """Return the logits of mlx-lm after every token, [T, V]."""
     import mlx.core as mx
     from mlx_lm.utils import load_model
 
@@ -46,9 +46,9 @@ def mlx_scores(folder: Path, ids: list[int]) -> Tensor:
 
 
 def check_mlx(model: Any, folder: Path, **load: Any) -> None:
-    """Hold a folder that mlx-lm wrote to what mlx-lm says: prefilled at once, and token by token past the windows."""
+    """Compare a folder written by mlx-lm with mlx-lm's logits: in one prefill chunk, and token by token past the windows."""
     ids = tokens(model)
-    wanted = mlx_scores(folder, ids)
+    expected = mlx_logits(folder, ids)
     mine = loaded(folder, **load)
-    for found in (scores, written_scores):
-        assert error(found(mine, ids), wanted) < 1e-2
+    for found in (logits, chunked_logits):
+        assert error(found(mine, ids), expected) < 1e-2

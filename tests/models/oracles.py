@@ -1,4 +1,4 @@
-"""Tiny random models of other people's making, and what this package makes of the same folders."""
+"""Tiny random transformers models, their logits, and the logits of this package for the same folders."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from auraflux.cache import CacheSettings, Sequence
+from auraflux.cache import CacheSettings, KVSequence
+from auraflux.engine.engine import Engine
 from auraflux.models import family
-from auraflux.run.engine import Engine
-from auraflux.weights.checkpoint import open_checkpoint
+from auraflux.weights.formats.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights
-from tests.tested import outside
+from tests.tested import external_oracle
 
 TOKENS = 150  # past two pages
-ALONE = (*range(5), *range(62, 67), *range(126, 131))  # where pieces end if some tokens are to come one by one
+CHUNK_ENDS = (*range(5), *range(62, 67), *range(126, 131))  # single-token steps at the start and around page ends
 
 
 def save(model: Any, folder: Path) -> Path:
-    """Write a transformers model with larger weights than at birth, uneven norms, and an opinion about the next token."""
+    """Save a transformers model with scaled weights, random norms, and a head that favours one next token."""
     generator = torch.Generator().manual_seed(1)
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     with torch.no_grad():
@@ -30,7 +30,7 @@ def save(model: Any, folder: Path) -> Path:
             else:
                 parameter.mul_(4 if parameter is table else 2)
         if head is not table:
-            # the token before in the vocabulary comes next, more often than not
+            # the preceding token of the vocabulary mostly gets the largest logit
             head.add_(4 * table.roll(1, 0))
     model.save_pretrained(folder)
     return folder
@@ -41,15 +41,15 @@ def tokens(model: Any, count: int = TOKENS) -> list[int]:
     return torch.randint(0, model.config.get_text_config().vocab_size, (count,), generator=generator).tolist()
 
 
-@outside("transformers")
-def truth(model: Any, ids: list[int]) -> Tensor:
-    """What transformers says, [T, V]."""
+@external_oracle("transformers")
+def transformers_logits(model: Any, ids: list[int]) -> Tensor:
+    """Return the logits of transformers after every token, [T, V]."""
     with torch.no_grad():
         return model.eval()(torch.tensor([ids])).logits[0].float()
 
 
 class Loaded(NamedTuple):
-    """A model, and the shapes of its layers."""
+    """A model and its cache shapes."""
 
     model: Any
     shapes: list[Any]
@@ -61,7 +61,7 @@ def loaded(folder: Path, **load: Any) -> Loaded:
     config = module.Config.from_hf(checkpoint.config)
     weights = Weights(checkpoint, module.rename, **load)
     model = module.Model(config, weights)
-    weights.done()
+    weights.check_loaded()
     return Loaded(model, module.make_caches(config))
 
 
@@ -70,43 +70,43 @@ def _engine(source: Path | Loaded, context: int, kv: str = "none", chunk: int = 
     return Engine(model, shapes, CacheSettings(kv), context=context, chunk=chunk, exact=exact)
 
 
-def scores(source: Path | Loaded, ids: list[int], **options: Any) -> Tensor:
-    """What this package says after every token, [T, V]; of a folder, or of what is loaded from it."""
+def logits(source: Path | Loaded, ids: list[int], **options: Any) -> Tensor:
+    """Return the logits of this package after every token, [T, V], for a folder or a loaded model."""
     engine = _engine(source, len(ids), **options)
-    return engine.all_scores(engine.cache.open(), ids)
+    return engine.all_logits(engine.cache.open(), ids)
 
 
-def written_scores(source: Path | Loaded, ids: list[int], **options: Any) -> Tensor:
-    """The same, where tokens come one by one at the beginning and around the ends of pages, and in pieces between these."""
+def chunked_logits(source: Path | Loaded, ids: list[int], **options: Any) -> Tensor:
+    """Return the logits as `logits` does, with single-token steps at the start and around page ends and chunks between them."""
     engine = _engine(source, len(ids), **options)
     sequence = engine.cache.open()
-    ends = [*(end for end in ALONE if end < len(ids)), len(ids)]
-    return torch.cat([engine.all_scores(sequence, ids[start:end]) for start, end in pairwise(ends)])
+    ends = [*(end for end in CHUNK_ENDS if end < len(ids)), len(ids)]
+    return torch.cat([engine.all_logits(sequence, ids[start:end]) for start, end in pairwise(ends)])
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
 
 
-def agreement(found: Tensor, wanted: Tensor) -> float:
-    """The share of positions with the same top token."""
-    return float((found.argmax(-1) == wanted.argmax(-1)).float().mean())
+def agreement(found: Tensor, expected: Tensor) -> float:
+    """Return the share of positions with the same top token."""
+    return float((found.argmax(-1) == expected.argmax(-1)).float().mean())
 
 
 def check_family(model: Any, folder: Path) -> None:
-    """Hold a family to transformers: in one piece, in chunks and token by token, and with 8-bit keys and values."""
+    """Compare a family with transformers: in one chunk, in several, token by token, and with an 8-bit KV cache."""
     ids = tokens(model)
-    wanted, mine = truth(model, ids), loaded(folder)
+    expected, mine = transformers_logits(model, ids), loaded(folder)
     for chunk in (512, 37):
-        assert error(scores(mine, ids, chunk=chunk), wanted) < 2e-4
-    assert error(written_scores(mine, ids), wanted) < 2e-4
-    coded = scores(mine, ids, kv="k8v8")
-    assert error(coded, wanted) < 0.02
-    assert agreement(coded, wanted) >= 0.99
+        assert error(logits(mine, ids, chunk=chunk), expected) < 2e-4
+    assert error(chunked_logits(mine, ids), expected) < 2e-4
+    quantized_kv = logits(mine, ids, kv="k8v8")
+    assert error(quantized_kv, expected) < 0.02
+    assert agreement(quantized_kv, expected) >= 0.99
 
 
-def prefill(engine: Engine, sequence: Sequence, ids: list[int]) -> Tensor:
-    """Read a text in pieces and keep a checkpoint at its end: the scores of the token after it, [V]."""
-    scores = engine.all_scores(sequence, ids)
+def prefill(engine: Engine, sequence: KVSequence, ids: list[int]) -> Tensor:
+    """Prefill tokens and take a checkpoint at the end; return the last-token logits, [V]."""
+    found = engine.all_logits(sequence, ids)
     sequence.checkpoint()
-    return scores[-1]
+    return found[-1]

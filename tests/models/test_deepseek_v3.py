@@ -1,4 +1,4 @@
-"""DeepSeek V3 and those with its body against transformers and mlx-lm."""
+"""DeepSeek V3 and models of the same architecture against transformers and mlx-lm."""
 
 import json
 from pathlib import Path
@@ -21,8 +21,8 @@ from transformers import (
 from auraflux.errors import FormatError
 from auraflux.models.deepseek_v3 import Config
 from auraflux.quant import quantize
-from tests.models.mlx_oracle import check_mlx, in_older_words, quantized
-from tests.models.oracles import agreement, check_family, error, save, scores, tokens, truth
+from tests.models.mlx_oracle import check_mlx, legacy_config, quantized
+from tests.models.oracles import agreement, check_family, error, logits, save, tokens, transformers_logits
 
 SMALL = {
     "vocab_size": 259,
@@ -47,10 +47,10 @@ SMALL = {
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 16}
 
 
-def clear(model: Any) -> Any:
-    """A model whose routers decide clearly, by scores and biases."""
+def sharpen_routers(model: Any) -> Any:
+    """Widen the margins of a model's routers, in scores and biases."""
     with torch.no_grad():
-        # a choice that hangs in the balance turns a small error into another expert: clear choices, of no great weight
+        # near-ties turn a small error into another expert: wide margins, small weights
         model.get_input_embeddings().weight.mul_(8)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("gate.weight"):
@@ -62,30 +62,30 @@ def clear(model: Any) -> Any:
 
 def deepseek(**changes: Any) -> DeepseekV3ForCausalLM:
     torch.manual_seed(0)
-    return clear(DeepseekV3ForCausalLM(DeepseekV3Config(**{**SMALL, **changes})))
+    return sharpen_routers(DeepseekV3ForCausalLM(DeepseekV3Config(**{**SMALL, **changes})))
 
 
 def glm_lite(**changes: Any) -> Glm4MoeLiteForCausalLM:
     torch.manual_seed(0)
     without = {key: value for key, value in SMALL.items() if key not in ("n_group", "topk_group", "first_k_dense_replace")}
-    return clear(Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**{**without, **changes})))
+    return sharpen_routers(Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**{**without, **changes})))
 
 
 def kimi() -> Kimi_K25ForConditionalGeneration:
-    """Beside a vision tower."""
+    """Return a model with a vision tower."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = DeepseekV3Config(**{**SMALL, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}})
     tower = {"projection_hidden_size": 32, "vision_config": sizes, "tie_word_embeddings": False}
-    return clear(Kimi_K25ForConditionalGeneration(Kimi_K25Config(text_config=text, **tower)))
+    return sharpen_routers(Kimi_K25ForConditionalGeneration(Kimi_K25Config(text_config=text, **tower)))
 
 
 def mistral4(**changes: Any) -> Mistral4ForCausalLM:
-    """Queries that have grown twice within the tokens of a test."""
+    """Return a model whose query scale grows twice within the tokens of a test."""
     torch.manual_seed(0)
     rope = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
     one = {"n_group": 1, "topk_group": 1, "rope_parameters": rope}
-    return clear(Mistral4ForCausalLM(Mistral4Config(**{**SMALL, **one, **changes})))
+    return sharpen_routers(Mistral4ForCausalLM(Mistral4Config(**{**SMALL, **one, **changes})))
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -104,7 +104,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_are_those_of_transformers(variant: str, tmp_path: Path):
+def test_logits_match_transformers(variant: str, tmp_path: Path):
     model = deepseek(**VARIANTS[variant])
     check_family(model, save(model, tmp_path))
 
@@ -119,7 +119,7 @@ RELATIVES: dict[str, Any] = {
 
 
 def saved(model: Any, folder: Path) -> Path:
-    """Write a model with the names of published files: transformers calls the layers of Kimi's text part blocks too."""
+    """Save a model under published tensor names, since transformers renames the layers of Kimi's language model."""
     found = load_file(save(model, folder) / "model.safetensors")
     for ours, published in {"language_model.model.blocks.": "language_model.model.layers.", "model.mm_": "mm_"}.items():
         found = {name.replace(ours, published): tensor for name, tensor in found.items()}
@@ -128,37 +128,37 @@ def saved(model: Any, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", RELATIVES)
-def test_logits_of_relatives_are_those_of_transformers(name: str, tmp_path: Path):
+def test_logits_of_related_models_match_transformers(name: str, tmp_path: Path):
     model = RELATIVES[name]()
     check_family(model, saved(model, tmp_path))
 
 
-def test_kimi_k2_is_deepseek_by_another_name(tmp_path: Path):
+def test_kimi_k2_is_loaded_as_deepseek_v3(tmp_path: Path):
     model = deepseek(n_group=1, topk_group=1)
     rewrite(save(model, tmp_path), load_file(tmp_path / "model.safetensors"), model_type="kimi_k2")
     ids = tokens(model, 20)
-    assert error(scores(tmp_path, ids), truth(model, ids)) < 1e-5
+    assert error(logits(tmp_path, ids), transformers_logits(model, ids)) < 1e-5
 
 
 def rewrite(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> None:
-    """Put other tensors into a folder, and other words into its config."""
+    """Replace the tensors of a folder and update its config."""
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
 
 
-def test_there_may_be_no_shared_expert(tmp_path: Path):
+def test_shared_experts_are_optional(tmp_path: Path):
     model = deepseek()
     for layer in model.model.layers[1:]:
         torch.nn.init.zeros_(layer.mlp.shared_experts.down_proj.weight)
     save(model, tmp_path)
-    kept = {k: v for k, v in load_file(tmp_path / "model.safetensors").items() if "shared_experts" not in k}
-    rewrite(tmp_path, kept, n_shared_experts=None)
+    remaining = {k: v for k, v in load_file(tmp_path / "model.safetensors").items() if "shared_experts" not in k}
+    rewrite(tmp_path, remaining, n_shared_experts=None)
     ids = tokens(model)
-    assert error(scores(tmp_path, ids), truth(model, ids)) < 2e-4
+    assert error(logits(tmp_path, ids), transformers_logits(model, ids)) < 2e-4
 
 
-def test_layers_that_predict_further_are_passed_over(tmp_path: Path):
+def test_mtp_layers_are_skipped(tmp_path: Path):
     model = deepseek()
     save(model, tmp_path)
     found = load_file(tmp_path / "model.safetensors")
@@ -166,41 +166,41 @@ def test_layers_that_predict_further_are_passed_over(tmp_path: Path):
     more["model.layers.3.eh_proj.weight"] = torch.zeros(128, 256)
     rewrite(tmp_path, found | more, num_nextn_predict_layers=1)
     ids = tokens(model, 20)
-    assert error(scores(tmp_path, ids), truth(model, ids)) < 2e-4
+    assert error(logits(tmp_path, ids), transformers_logits(model, ids)) < 2e-4
     rewrite(tmp_path, found | more, num_nextn_predict_layers=0)
     with pytest.raises(FormatError, match=r"that the model does not know: model\.layers\.3\.eh_proj\.weight"):
-        scores(tmp_path, ids)
+        logits(tmp_path, ids)
 
 
 MLX_VARIANTS = {
-    "embed_q-coded": {},
-    # not whole groups of 32: mlx-lm leaves the keys' half dense
+    "embed_q-quantized": {},
+    # not a multiple of 32: mlx-lm leaves the key half dense
     "embed_q-dense": {"qk_nope_head_dim": 48, "n_group": 1, "topk_group": 1},
     "yarn": {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "q_lora_rank": None},
 }
 
 
 @pytest.mark.parametrize("variant", MLX_VARIANTS)
-def test_logits_are_those_of_mlx_lm(variant: str, tmp_path: Path):
+def test_logits_match_mlx_lm(variant: str, tmp_path: Path):
     model = deepseek(**MLX_VARIANTS[variant])
-    folder = quantized(save(model, tmp_path / "hf"), tmp_path / "mlx", in_older_words)
+    folder = quantized(save(model, tmp_path / "hf"), tmp_path / "mlx", legacy_config)
     check_mlx(model, folder)
 
 
-def beside_vision(config: dict[str, Any]) -> dict[str, Any]:
-    return {**config, "text_config": in_older_words(config["text_config"])}
+def legacy_text_config(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, "text_config": legacy_config(config["text_config"])}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["glm4_moe_lite", "kimi_k25", "mistral4"])
-def test_logits_of_relatives_are_those_of_mlx_lm(name: str, tmp_path: Path):
+def test_logits_of_related_models_match_mlx_lm(name: str, tmp_path: Path):
     model = RELATIVES[name]()
-    words = {"glm4_moe_lite": in_older_words, "kimi_k25": beside_vision, "mistral4": lambda config: config}[name]
-    check_mlx(model, quantized(saved(model, tmp_path / "hf"), tmp_path / "mlx", words))
+    keys = {"glm4_moe_lite": legacy_config, "kimi_k25": legacy_text_config, "mistral4": lambda config: config}[name]
+    check_mlx(model, quantized(saved(model, tmp_path / "hf"), tmp_path / "mlx", keys))
 
 
-def test_codes_of_kv_b_proj_are_read_as_they_lie(tmp_path: Path):
-    """The folders of mlx-lm before it took the matrix apart."""
+def test_quantized_kv_b_proj_is_loaded_unsplit(tmp_path: Path):
+    """Load folders of mlx-lm versions that did not split the matrix."""
     model = deepseek()
     save(model, tmp_path)
     found = load_file(tmp_path / "model.safetensors")
@@ -214,18 +214,18 @@ def test_codes_of_kv_b_proj_are_read_as_they_lie(tmp_path: Path):
     rewrite(tmp_path, found, quantization={"group_size": 64, "bits": 4})
     ids = tokens(model)
     for chunk in (512, 1):
-        assert error(scores(tmp_path, ids, chunk=chunk), truth(model, ids)) < 2e-4
+        assert error(logits(tmp_path, ids, chunk=chunk), transformers_logits(model, ids)) < 2e-4
 
 
-def test_weights_are_rounded_on_the_way(tmp_path: Path):
+def test_weights_are_quantized_while_loading(tmp_path: Path):
     model = deepseek()
     save(model, tmp_path)
     ids = tokens(model)
-    wanted = truth(model, ids)
-    assert error(scores(tmp_path, ids, bits=8, group=32), wanted) < 0.05
-    found = scores(tmp_path, ids, bits=4, group=32)
-    assert error(found, wanted) < 0.35
-    assert agreement(found, wanted) > 0.9
+    expected = transformers_logits(model, ids)
+    assert error(logits(tmp_path, ids, bits=8, group=32), expected) < 0.05
+    found = logits(tmp_path, ids, bits=4, group=32)
+    assert error(found, expected) < 0.35
+    assert agreement(found, expected) > 0.9
 
 
 def test_every_missing_tensor_is_named(tmp_path: Path):
@@ -235,7 +235,7 @@ def test_every_missing_tensor_is_named(tmp_path: Path):
     gone = ["model.layers.0.self_attn.kv_b_proj.weight", "model.layers.2.mlp.gate.e_score_correction_bias"]
     rewrite(tmp_path, {k: v for k, v in found.items() if k not in gone})
     with pytest.raises(FormatError, match=f"2 missing: {', '.join(gone)}"):
-        scores(tmp_path, tokens(model, 3))
+        logits(tmp_path, tokens(model, 3))
 
 
 @pytest.mark.parametrize(
@@ -247,6 +247,6 @@ def test_every_missing_tensor_is_named(tmp_path: Path):
         ({"mlp_layer_types": ["dense", "moe", "dense"]}, "mlp_layer_types moe; dense and sparse are supported"),
     ],
 )
-def test_configs_that_cannot_be_honoured_are_refused(change: dict[str, Any], message: str):
+def test_unsupported_configs_are_refused(change: dict[str, Any], message: str):
     with pytest.raises(FormatError, match=message):
         Config.from_hf({**DeepseekV3Config(**SMALL).to_dict(), **change})

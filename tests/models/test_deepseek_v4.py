@@ -1,4 +1,4 @@
-"""DeepSeek V4, whose layers keep one entry for many tokens, against transformers."""
+"""DeepSeek V4 with compressed attention against transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -9,16 +9,16 @@ from safetensors.torch import load_file
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from auraflux.cache import CacheSettings
+from auraflux.engine.engine import Engine
 from auraflux.errors import FormatError, SettingsError
 from auraflux.models import family
 from auraflux.models.deepseek_v4 import Config
 from auraflux.ops.simd.isa import ISA
-from auraflux.run.engine import Engine
-from auraflux.weights.checkpoint import open_checkpoint
-from auraflux.weights.convert import convert
+from auraflux.weights.convert.mlx_folder import convert
+from auraflux.weights.convert.pack import pack
+from auraflux.weights.formats.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights
-from auraflux.weights.pack import pack
-from tests.models.oracles import error, prefill, save, scores, tokens, truth
+from tests.models.oracles import error, logits, prefill, save, tokens, transformers_logits
 from tests.models.test_deepseek_v3 import rewrite
 
 WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -49,7 +49,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def deepseek(**changes: Any) -> DeepseekV4ForCausalLM:
-    """A model whose parts all matter: indexers decide clearly, tokens have experts of their own."""
+    """Return a model with wide indexer margins and random hash-routed experts, so that every part affects the logits."""
     torch.manual_seed(0)
     model = DeepseekV4ForCausalLM(DeepseekV4Config(**{**SMALL, **changes}))
     with torch.no_grad():
@@ -80,13 +80,13 @@ QUICK = {"deepseek_v4"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in MODELS])
-def test_logits_are_those_of_transformers(name: str, tmp_path: Path):
+def test_logits_match_transformers(name: str, tmp_path: Path):
     model = MODELS[name]()
     save(model, tmp_path)
     ids = tokens(model)
-    wanted = truth(model, ids)
+    expected = transformers_logits(model, ids)
     for chunk in (512, 37, 1):
-        assert error(scores(tmp_path, ids, chunk=chunk), wanted) < 2e-4
+        assert error(logits(tmp_path, ids, chunk=chunk), expected) < 2e-4
 
 
 def engine_of(folder: Path, **options: Any) -> Engine:
@@ -95,43 +95,43 @@ def engine_of(folder: Path, **options: Any) -> Engine:
     config = module.Config.from_hf(checkpoint.config)
     weights = Weights(checkpoint, module.rename)
     model = module.Model(config, weights)
-    weights.done()
+    weights.check_loaded()
     return Engine(model, module.make_caches(config), CacheSettings("none"), context=256, sequences=4, exact=True, **options)
 
 
-def test_a_text_is_the_same_beside_others_after_a_fork_and_after_a_cut(tmp_path: Path):
+def test_decode_is_exact_in_a_batch_after_fork_and_truncate(tmp_path: Path):
     model = deepseek()
     engine, ids = engine_of(save(model, tmp_path)), tokens(model, 90)
-    wanted = engine.all_scores(engine.cache.open(), ids)
+    expected = engine.all_logits(engine.cache.open(), ids)
     long, short = engine.cache.open(), engine.cache.open()
     prefill(engine, long, ids[:61])
     prefill(engine, short, ids[:5])
     batch = engine.cache.batch([long, short])
     for at, token in enumerate(ids[61:75]):
         found = engine.decode(batch, [token, ids[5 + at]])
-        assert torch.equal(found, wanted[[61 + at, 5 + at]])
+        assert torch.equal(found, expected[[61 + at, 5 + at]])
     other = long.fork()
-    engine.all_scores(other, ids[::-1][:9])
-    assert torch.equal(engine.all_scores(long, ids[75:]), wanted[75:])
-    kept = other.truncate(70)
-    assert torch.equal(engine.all_scores(other, ids[70 - kept :])[kept:], wanted[70:])
+    engine.all_logits(other, ids[::-1][:9])
+    assert torch.equal(engine.all_logits(long, ids[75:]), expected[75:])
+    recomputed = other.truncate(70)
+    assert torch.equal(engine.all_logits(other, ids[70 - recomputed :])[recomputed:], expected[70:])
 
 
-def test_what_is_chosen_matters(tmp_path: Path):
-    """Fewer entries, and experts of other tokens, give other scores from the first token on that notices."""
+def test_selected_entries_and_hash_experts_change_the_logits(tmp_path: Path):
+    """Check that more selected entries and other hash experts change the logits, entries from the first affected token on."""
     model = deepseek()
     ids = tokens(model, 60)
     save(model, tmp_path)
-    wanted = scores(tmp_path, ids)
+    expected = logits(tmp_path, ids)
     rewrite(tmp_path, load_file(tmp_path / "model.safetensors"), index_topk=500)
-    # the tenth entry is there with the fortieth token
-    found = scores(tmp_path, ids)
-    assert torch.equal(found[:39], wanted[:39])
-    assert error(found[39:], wanted[39:]) > 0.01
+    # the tenth entry is complete at the 40th token
+    found = logits(tmp_path, ids)
+    assert torch.equal(found[:39], expected[:39])
+    assert error(found[39:], expected[39:]) > 0.01
     files = load_file(tmp_path / "model.safetensors")
     name = next(name for name in files if name.endswith("tid2eid"))
     rewrite(tmp_path, {**files, name: (files[name] + 1) % 7}, index_topk=9)
-    assert error(scores(tmp_path, ids), wanted) > 0.01
+    assert error(logits(tmp_path, ids), expected) > 0.01
 
 
 def test_experts_are_packed_and_converted(tmp_path: Path):
@@ -140,28 +140,28 @@ def test_experts_are_packed_and_converted(tmp_path: Path):
     checkpoint = open_checkpoint(save(model, tmp_path / "hf"))
     module = family(checkpoint.config)
     rounded = {"bits": 8, "group": 32}
-    wanted = scores(tmp_path / "hf", ids, **rounded)
-    assert error(wanted, truth(model, ids)) < 0.05
+    expected = logits(tmp_path / "hf", ids, **rounded)
+    assert error(expected, transformers_logits(model, ids)) < 0.05
     converted = convert(checkpoint, module, tmp_path / "mlx", **rounded)
-    assert error(scores(converted, ids), wanted) < 1e-5
+    assert error(logits(converted, ids), expected) < 1e-5
     packed = pack(open_checkpoint(converted), module, tmp_path / "packed", lanes=ISA.lanes)
-    assert error(scores(packed, ids), wanted) < 1e-5
+    assert error(logits(packed, ids), expected) < 1e-5
 
 
-def test_coded_keys_are_refused(tmp_path: Path):
+def test_quantized_kv_cache_is_refused(tmp_path: Path):
     model = deepseek()
     save(model, tmp_path)
-    with pytest.raises(SettingsError, match="in layer 0: a vector that is key and value, of which one stands for a window"):
-        scores(tmp_path, [1, 2], kv="k8v8")
+    with pytest.raises(SettingsError, match="in layer 0: compressed attention cannot be quantized; use kv='none'"):
+        logits(tmp_path, [1, 2], kv="k8v8")
 
 
-def test_a_table_of_other_experts_is_refused(tmp_path: Path):
+def test_hash_table_with_unknown_experts_is_refused(tmp_path: Path):
     save(deepseek(), tmp_path)
     files = load_file(tmp_path / "model.safetensors")
     name = next(name for name in files if name.endswith("tid2eid"))
     rewrite(tmp_path, {**files, name: files[name] + 5})
-    with pytest.raises(FormatError, match=r"tid2eid must hold whole numbers from 0 to 6"):
-        scores(tmp_path, [1, 2])
+    with pytest.raises(FormatError, match=r"tid2eid must hold integers from 0 to 6"):
+        logits(tmp_path, [1, 2])
 
 
 @pytest.mark.parametrize(
@@ -177,18 +177,18 @@ def test_a_table_of_other_experts_is_refused(tmp_path: Path):
         ({"layer_types": None, "compress_ratios": [4, 128, 0, 7]}, "0, 4 and 128 are supported"),
     ],
 )
-def test_configs_that_cannot_be_honoured_are_refused(change: dict[str, Any], message: str):
+def test_unsupported_configs_are_refused(change: dict[str, Any], message: str):
     with pytest.raises(FormatError, match=message):
         Config.from_hf({**DeepseekV4Config(**SMALL).to_dict(), **change})
 
 
-def test_entries_that_fit_no_page_are_refused(tmp_path: Path):
+def test_compress_rates_that_do_not_divide_a_page_are_refused(tmp_path: Path):
     save(deepseek(compress_rates={SPARSE: 3, HEAVY: 32}), tmp_path)
-    with pytest.raises(SettingsError, match="entries of 3 tokens have no place in pages of 64"):
-        scores(tmp_path, [1, 2])
+    with pytest.raises(SettingsError, match="entries of 3 tokens do not fit pages of 64"):
+        logits(tmp_path, [1, 2])
 
 
-def test_layers_may_be_said_as_they_were_published():
+def test_published_config_keys_are_equivalent():
     new = DeepseekV4Config(**{**SMALL, "compress_rates": None, "rope_parameters": dict(YARN)}).to_dict()
     gone = ("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor")
     old = {key: value for key, value in new.items() if key not in gone}
@@ -196,6 +196,6 @@ def test_layers_may_be_said_as_they_were_published():
     mine, theirs = Config.from_hf(old), Config.from_hf(new)
     for name in ("kinds", "rates", "hashed", "widths", "index", "hyper", "mixture"):
         assert getattr(mine, name) == getattr(theirs, name)
-    for one, other in zip((*mine.rotations, mine.turns), (*theirs.rotations, theirs.turns), strict=True):
+    for one, other in zip((*mine.rotations, mine.index_rotation), (*theirs.rotations, theirs.index_rotation), strict=True):
         assert torch.equal(one.frequencies, other.frequencies)
         assert one.mscale == other.mscale == 1

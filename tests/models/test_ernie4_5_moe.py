@@ -9,8 +9,8 @@ from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
 
 from auraflux.errors import FormatError
 from auraflux.models.ernie4_5_moe import Config
-from tests.models.mlx_oracle import check_mlx, in_older_words, quantized
-from tests.models.oracles import check_family, error, save, scores, tokens, truth
+from tests.models.mlx_oracle import check_mlx, legacy_config, quantized
+from tests.models.oracles import check_family, error, logits, save, tokens, transformers_logits
 from tests.models.test_qwen3_moe import check_layouts
 
 SMALL = {
@@ -28,7 +28,7 @@ SMALL = {
 
 
 def ernie(bias: float = 0.3, **changes: Any) -> Ernie4_5_MoeForCausalLM:
-    """A model whose biases choose other experts than the scores alone would."""
+    """Return a model whose correction biases change the routing."""
     torch.manual_seed(0)
     model = Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**{**SMALL, **changes}))
     with torch.no_grad():
@@ -49,32 +49,32 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", ["untied", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tied", "some-layers"))])
-def test_logits_are_those_of_transformers(variant: str, tmp_path: Path):
+def test_logits_match_transformers(variant: str, tmp_path: Path):
     model = ernie(**VARIANTS[variant])
     check_family(model, save(model, tmp_path))
 
 
-def test_the_bias_chooses(tmp_path: Path):
+def test_correction_bias_affects_routing(tmp_path: Path):
     model = ernie(tie_word_embeddings=False)
     folder, ids = save(model, tmp_path), tokens(model, 30)
-    found = scores(folder, ids)
-    assert error(found, truth(model, ids)) < 1e-5
+    found = logits(folder, ids)
+    assert error(found, transformers_logits(model, ids)) < 1e-5
     for name, parameter in model.named_parameters():
         if name.endswith("e_score_correction_bias"):
             parameter.data.zero_()
-    assert error(found, truth(model, ids)) > 1e-2
+    assert error(found, transformers_logits(model, ids)) > 1e-2
 
 
 @pytest.mark.slow
-def test_experts_of_every_layout_give_the_same(tmp_path: Path):
+def test_every_expert_layout_gives_the_same_logits(tmp_path: Path):
     model = ernie()
     check_layouts(model, save(model, tmp_path))
 
 
 @pytest.mark.slow
-def test_logits_are_those_of_mlx_lm(tmp_path: Path):
+def test_logits_match_mlx_lm(tmp_path: Path):
     model = ernie(0.0, tie_word_embeddings=False)
-    check_mlx(model, quantized(save(model, tmp_path / "hf"), tmp_path / "mlx", in_older_words))
+    check_mlx(model, quantized(save(model, tmp_path / "hf"), tmp_path / "mlx", legacy_config))
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,6 @@ def test_logits_are_those_of_mlx_lm(tmp_path: Path):
         ({"moe_gate_act": "sigmoid"}, "moe_gate_act 'sigmoid'; only 'softmax'"),
     ],
 )
-def test_configs_that_cannot_be_honoured_are_refused(change: dict[str, Any], message: str):
+def test_unsupported_configs_are_refused(change: dict[str, Any], message: str):
     with pytest.raises(FormatError, match=message):
         Config.from_hf({**Ernie4_5_MoeConfig(**SMALL).to_dict(), **change})

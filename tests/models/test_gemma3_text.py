@@ -17,7 +17,7 @@ from transformers import (
 from auraflux.errors import FormatError
 from auraflux.models.gemma3_text import Config, make_caches
 from tests.models.mlx_oracle import check_mlx, quantized
-from tests.models.oracles import agreement, check_family, error, save, scores, tokens, truth
+from tests.models.oracles import agreement, check_family, error, logits, save, tokens, transformers_logits
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 SMALL = {
@@ -43,7 +43,7 @@ def gemma(**changes: Any) -> Gemma3ForCausalLM:
     torch.manual_seed(0)
     model = Gemma3ForCausalLM(Gemma3TextConfig(**{**SMALL, **changes}))
     with torch.no_grad():
-        # what layers give has the size of their norms' weights; a token must be heard among them
+        # layer outputs have the scale of their norm weights; the embedding must not vanish among them
         model.model.embed_tokens.weight.mul_(8)
     return model
 
@@ -60,20 +60,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_are_those_of_transformers(variant: str, tmp_path: Path):
+def test_logits_match_transformers(variant: str, tmp_path: Path):
     model = gemma(**VARIANTS[variant])
     check_family(model, save(model, tmp_path))
 
 
-def test_scores_are_capped(tmp_path: Path):
+def test_attention_logits_are_capped(tmp_path: Path):
     model = gemma(attn_logit_softcapping=0.5, attn_implementation="eager")
     save(model, tmp_path)
     ids = tokens(model)
     with torch.no_grad():
-        # transformers leaves it to the caller to pass the cap on
-        wanted = model.eval()(torch.tensor([ids]), softcap=0.5).logits[0]
-    assert error(scores(tmp_path, ids), wanted) < 2e-4
-    assert error(wanted, truth(model, ids)) > 1e-3
+        # transformers takes the cap as an argument
+        expected = model.eval()(torch.tensor([ids]), softcap=0.5).logits[0]
+    assert error(logits(tmp_path, ids), expected) < 2e-4
+    assert error(expected, transformers_logits(model, ids)) > 1e-3
 
 
 def with_vision() -> Gemma3ForConditionalGeneration:
@@ -84,17 +84,17 @@ def with_vision() -> Gemma3ForConditionalGeneration:
     return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
 
 
-def test_vision_is_left_out(tmp_path: Path):
+def test_vision_tower_is_skipped(tmp_path: Path):
     model = with_vision()
     save(model, tmp_path)
     ids = tokens(model)
-    assert error(scores(tmp_path, ids), truth(model, ids)) < 2e-4
+    assert error(logits(tmp_path, ids), transformers_logits(model, ids)) < 2e-4
 
 
-def in_older_words(config: dict[str, Any]) -> dict[str, Any]:
-    """Say rotation and layers as config files did before transformers 5, and as mlx-lm reads them."""
+def legacy_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Rewrite RoPE and layer settings in the keys used before transformers 5, which mlx-lm reads."""
     if "text_config" in config:
-        return {**config, "text_config": in_older_words(config["text_config"]), "vocab_size": SMALL["vocab_size"]}
+        return {**config, "text_config": legacy_config(config["text_config"]), "vocab_size": SMALL["vocab_size"]}
     rope = config.pop("rope_parameters")
     config.pop("layer_types")
     scaling = {k: v for k, v in rope[FULL].items() if k != "rope_theta"}
@@ -114,34 +114,34 @@ MLX_VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", MLX_VARIANTS)
-def test_logits_are_those_of_mlx_lm(variant: str, tmp_path: Path):
+def test_logits_match_mlx_lm(variant: str, tmp_path: Path):
     model = MLX_VARIANTS[variant]()
-    folder = quantized(save(model, tmp_path / "hf"), tmp_path / "mlx", in_older_words)
+    folder = quantized(save(model, tmp_path / "hf"), tmp_path / "mlx", legacy_config)
     check_mlx(model, folder)
 
 
-def test_older_words_mean_the_same(tmp_path: Path):
+def test_legacy_config_is_equivalent(tmp_path: Path):
     model = gemma(rope_parameters=LINEAR)
     save(model, tmp_path)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(in_older_words(json.loads(path.read_text()))))
+    path.write_text(json.dumps(legacy_config(json.loads(path.read_text()))))
     ids = tokens(model)
-    assert error(scores(tmp_path, ids), truth(model, ids)) < 2e-4
+    assert error(logits(tmp_path, ids), transformers_logits(model, ids)) < 2e-4
 
 
-def test_weights_are_rounded_on_the_way(tmp_path: Path):
+def test_weights_are_quantized_while_loading(tmp_path: Path):
     model = gemma()
     save(model, tmp_path)
     ids = tokens(model)
-    wanted = truth(model, ids)
-    assert error(scores(tmp_path, ids, bits=8), wanted) < 0.05
-    found = scores(tmp_path, ids, bits=4)
-    assert error(found, wanted) < 0.35
-    assert agreement(found, wanted) > 0.9
+    expected = transformers_logits(model, ids)
+    assert error(logits(tmp_path, ids, bits=8), expected) < 0.05
+    found = logits(tmp_path, ids, bits=4)
+    assert error(found, expected) < 0.35
+    assert agreement(found, expected) > 0.9
 
 
-def test_what_a_config_leaves_out_is_transformers_default():
-    """The text_config of google/gemma-3-4b-it."""
+def test_missing_config_keys_default_as_in_transformers():
+    """Check the text_config of google/gemma-3-4b-it."""
     text = {
         "hidden_size": 2560,
         "intermediate_size": 10240,
@@ -172,6 +172,6 @@ def test_what_a_config_leaves_out_is_transformers_default():
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
     ],
 )
-def test_configs_that_cannot_be_honoured_are_refused(change: dict[str, Any], message: str):
+def test_unsupported_configs_are_refused(change: dict[str, Any], message: str):
     with pytest.raises(FormatError, match=message):
         Config.from_hf({**Gemma3TextConfig(**SMALL).to_dict(), **change})

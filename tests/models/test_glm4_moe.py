@@ -10,9 +10,9 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, MiniMaxM2Config, Min
 
 from auraflux.errors import FormatError
 from auraflux.models.glm4_moe import Config
-from tests.models.mlx_oracle import check_mlx, in_older_words, quantized
-from tests.models.oracles import check_family, error, save, scores, tokens, truth
-from tests.models.test_deepseek_v3 import clear, rewrite
+from tests.models.mlx_oracle import check_mlx, legacy_config, quantized
+from tests.models.oracles import check_family, error, logits, save, tokens, transformers_logits
+from tests.models.test_deepseek_v3 import rewrite, sharpen_routers
 from tests.models.test_qwen3_moe import check_layouts
 
 SHARED = {
@@ -32,32 +32,32 @@ HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 
 
 def glm(**changes: Any) -> Glm4MoeForCausalLM:
     torch.manual_seed(0)
-    return clear(Glm4MoeForCausalLM(Glm4MoeConfig(**{**SHARED, **GLM, "num_mtp_layers": 0, **changes})))
+    return sharpen_routers(Glm4MoeForCausalLM(Glm4MoeConfig(**{**SHARED, **GLM, "num_mtp_layers": 0, **changes})))
 
 
 def minimax(**changes: Any) -> MiniMaxM2ForCausalLM:
     torch.manual_seed(0)
-    return clear(MiniMaxM2ForCausalLM(MiniMaxM2Config(**{**SHARED, **MINIMAX, "rope_parameters": HALF, **changes})))
+    return sharpen_routers(MiniMaxM2ForCausalLM(MiniMaxM2Config(**{**SHARED, **MINIMAX, "rope_parameters": HALF, **changes})))
 
 
 VARIANTS = {
     "glm": glm,
     "glm-normed-biased": lambda: glm(use_qk_norm=True, attention_bias=True, n_shared_experts=2),
     "glm-groups": lambda: glm(n_group=3, topk_group=2, first_k_dense_replace=2, norm_topk_prob=False),
-    "glm-all-turned": lambda: glm(rope_parameters={**HALF, "partial_rotary_factor": 1.0}, tie_word_embeddings=True),
+    "glm-full-rotary": lambda: glm(rope_parameters={**HALF, "partial_rotary_factor": 1.0}, tie_word_embeddings=True),
     "minimax": minimax,
     "minimax-odd-heads": lambda: minimax(num_attention_heads=3, num_key_value_heads=1, head_dim=48, num_experts_per_tok=9),
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_are_those_of_transformers(variant: str, tmp_path: Path):
+def test_logits_match_transformers(variant: str, tmp_path: Path):
     model = VARIANTS[variant]()
     check_family(model, save(model, tmp_path))
 
 
 @pytest.mark.parametrize("variant", ["glm", "minimax"])
-def test_experts_of_every_layout_give_the_same(variant: str, tmp_path: Path):
+def test_every_expert_layout_gives_the_same_logits(variant: str, tmp_path: Path):
     model = VARIANTS[variant]()
     check_layouts(model, save(model, tmp_path))
 
@@ -65,22 +65,22 @@ def test_experts_of_every_layout_give_the_same(variant: str, tmp_path: Path):
 def for_mlx(config: dict[str, Any]) -> dict[str, Any]:
     part = config["rope_parameters"]["partial_rotary_factor"]
     more = {"partial_rotary_factor": part, "rotary_dim": int(config["head_dim"] * part), "shared_intermediate_size": 0}
-    return {**in_older_words(config), **more, "rope_scaling": None}
+    return {**legacy_config(config), **more, "rope_scaling": None}
 
 
 @pytest.mark.parametrize("variant", ["glm", "glm-normed-biased", "minimax"])
-def test_logits_are_those_of_mlx_lm(variant: str, tmp_path: Path):
+def test_logits_match_mlx_lm(variant: str, tmp_path: Path):
     model = VARIANTS[variant]()
     check_mlx(model, quantized(save(model, tmp_path / "hf"), tmp_path / "mlx", for_mlx))
 
 
-def test_layers_that_predict_further_are_passed_over(tmp_path: Path):
+def test_mtp_layers_are_skipped(tmp_path: Path):
     model = glm()
     found = load_file(save(model, tmp_path) / "model.safetensors")
     more = {name.replace("layers.2.", "layers.3."): each.clone() for name, each in found.items() if "layers.2." in name}
     rewrite(tmp_path, found | more | {"model.layers.3.eh_proj.weight": torch.zeros(128, 256)}, num_nextn_predict_layers=1)
     ids = tokens(model, 20)
-    assert error(scores(tmp_path, ids), truth(model, ids)) < 2e-4
+    assert error(logits(tmp_path, ids), transformers_logits(model, ids)) < 2e-4
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,6 @@ def test_layers_that_predict_further_are_passed_over(tmp_path: Path):
         ({"use_qk_norm": False}, "use_qk_norm False; only True"),
     ],
 )
-def test_configs_that_cannot_be_honoured_are_refused(change: dict[str, Any], message: str):
+def test_unsupported_configs_are_refused(change: dict[str, Any], message: str):
     with pytest.raises(FormatError, match=message):
         Config.from_hf({**MiniMaxM2Config(**SHARED, **MINIMAX).to_dict(), **change})

@@ -13,9 +13,9 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from auraflux.errors import FormatError
-from auraflux.weights.checkpoint import open_checkpoint
-from tests.models.mlx_oracle import check_mlx, in_older_words, quantized
-from tests.models.oracles import agreement, check_family, error, save, scores, tokens, truth
+from auraflux.weights.formats.checkpoint import open_checkpoint
+from tests.models.mlx_oracle import check_mlx, legacy_config, quantized
+from tests.models.oracles import agreement, check_family, error, logits, save, tokens, transformers_logits
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 PLAIN = {"rope_type": "default", "rope_theta": 150000.0}
@@ -47,11 +47,11 @@ def gpt_oss(**changes: Any) -> GptOssForCausalLM:
     torch.manual_seed(0)
     model = GptOssForCausalLM(GptOssConfig(**{**SMALL, **changes}))
     with torch.no_grad():
-        # a choice that hangs in the balance turns a small error into another expert: clear choices, of no great weight
+        # near-ties turn a small error into another expert: wide margins, small weights
         model.model.embed_tokens.weight.mul_(16)
         for layer in model.model.layers:
             layer.mlp.router.weight.mul_(20)
-            # so that some gates and some ups meet the clamp
+            # so that some gate and up values are clamped
             layer.mlp.experts.gate_up_proj.mul_(8)
             layer.mlp.experts.down_proj.mul_(0.1)
             layer.self_attn.sinks.uniform_(-2, 2)
@@ -64,20 +64,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain-rope": {"rope_parameters": PLAIN},
     "full-first": {"layer_types": [FULL, SLIDING, SLIDING], "num_attention_heads": 6, "num_key_value_heads": 6},
     "one-key-head": {"num_key_value_heads": 1, "tie_word_embeddings": True},
-    # the shapes of a dense and a coded matrix are the same
+    # a dense and a quantized matrix have the same shape
     "square-down": {"intermediate_size": 128},
     "square-gate-up": {"intermediate_size": 64, "swiglu_limit": 1.0},
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_are_those_of_transformers(variant: str, tmp_path: Path):
+def test_logits_match_transformers(variant: str, tmp_path: Path):
     model = gpt_oss(**VARIANTS[variant])
     check_family(model, save(model, tmp_path))
 
 
 def rewrite(folder: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
-    """Put other tensors into a folder, and other words into its config."""
+    """Replace the tensors of a folder and update its config."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
@@ -89,7 +89,7 @@ def experts(model: GptOssForCausalLM) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("inner", [192, 128, 64])
-def test_mxfp4_blocks_are_the_values_transformers_makes_of_them(inner: int, tmp_path: Path):
+def test_mxfp4_blocks_match_transformers(inner: int, tmp_path: Path):
     model, generator = gpt_oss(intermediate_size=inner), torch.Generator().manual_seed(3)
     blocks = {}
     for name, module in experts(model):
@@ -107,9 +107,9 @@ def test_mxfp4_blocks_are_the_values_transformers_makes_of_them(inner: int, tmp_
     dense = {k: v for k, v in found.items() if not k.endswith(("gate_up_proj", "down_proj"))}
     rewrite(tmp_path, dense | blocks, quantization_config={"quant_method": "mxfp4"})
     ids = tokens(model)
-    wanted = truth(model, ids)
+    expected = transformers_logits(model, ids)
     for chunk in (512, 1):
-        assert error(scores(tmp_path, ids, chunk=chunk), wanted) < 2e-4
+        assert error(logits(tmp_path, ids, chunk=chunk), expected) < 2e-4
 
 
 def test_blocks_without_scales_are_refused(tmp_path: Path):
@@ -120,22 +120,22 @@ def test_blocks_without_scales_are_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("blocks", "scales", "said"),
+    ("blocks", "scales", "message"),
     [
         ((1, 1, 1, 2), (1, 1, 1), r"blocks are \[1, 1, 1, 2\].*16 bytes each"),
-        ((1, 1, 2, 16), (1, 1, 1), r"scales are \[1, 1, 1\].*one byte of each block"),
+        ((1, 1, 2, 16), (1, 1, 1), r"scales are \[1, 1, 1\].*one byte per block"),
     ],
 )
-def test_blocks_of_another_shape_are_refused(blocks: tuple[int, ...], scales: tuple[int, ...], said: str, tmp_path: Path):
+def test_blocks_of_another_shape_are_refused(blocks: tuple[int, ...], scales: tuple[int, ...], message: str, tmp_path: Path):
     save(gpt_oss(), tmp_path)
     name = "model.layers.0.mlp.experts.down_proj"
     rewrite(tmp_path, {name + "_blocks": torch.zeros(blocks).byte(), name + "_scales": torch.zeros(scales).byte()})
-    with pytest.raises(FormatError, match=f"{re.escape(name)}.*no weight of MXFP4.*{said}"):
+    with pytest.raises(FormatError, match=f"{re.escape(name)}.*not a valid MXFP4 weight.*{message}"):
         open_checkpoint(tmp_path).load(name)
 
 
 def under_mlx_names(model: GptOssForCausalLM, folder: Path) -> Path:
-    """Write the experts' projections apart, as mlx-lm does: it reads no others that are dense."""
+    """Save the experts' projections separately, the only dense layout that mlx-lm reads."""
     tensors = {k: v for k, v in load_file(save(model, folder) / "model.safetensors").items() if ".experts." not in k}
     for name, module in experts(model):
         both, bias = module.gate_up_proj.data.transpose(1, 2), module.gate_up_proj_bias.data
@@ -146,33 +146,33 @@ def under_mlx_names(model: GptOssForCausalLM, folder: Path) -> Path:
     return rewrite(folder, tensors)
 
 
-def test_dense_projections_of_their_own_are_read(tmp_path: Path):
+def test_separate_dense_projections_are_loaded(tmp_path: Path):
     model = gpt_oss()
     ids = tokens(model)
     folder = under_mlx_names(model, tmp_path)
-    assert error(scores(folder, ids), truth(model, ids)) < 2e-4
+    assert error(logits(folder, ids), transformers_logits(model, ids)) < 2e-4
 
 
-# mlx-lm knows borders of YaRN rounded to whole channels only
+# mlx-lm supports YaRN only with bounds truncated to whole channels
 @pytest.mark.parametrize("rope", [YARN, PLAIN], ids=["yarn", "plain-rope"])
-def test_logits_are_those_of_mlx_lm(rope: dict[str, Any], tmp_path: Path):
+def test_logits_match_mlx_lm(rope: dict[str, Any], tmp_path: Path):
     model = gpt_oss(rope_parameters=rope)
-    folder = quantized(under_mlx_names(model, tmp_path / "hf"), tmp_path / "mlx", in_older_words)
+    folder = quantized(under_mlx_names(model, tmp_path / "hf"), tmp_path / "mlx", legacy_config)
     check_mlx(model, folder)
 
 
-def test_weights_are_rounded_on_the_way(tmp_path: Path):
+def test_weights_are_quantized_while_loading(tmp_path: Path):
     model = gpt_oss()
     save(model, tmp_path)
     ids = tokens(model)
-    wanted = truth(model, ids)
-    assert error(scores(tmp_path, ids, bits=8), wanted) < 0.05
-    found = scores(tmp_path, ids, bits=4)
-    assert error(found, wanted) < 0.35
-    assert agreement(found, wanted) > 0.9
+    expected = transformers_logits(model, ids)
+    assert error(logits(tmp_path, ids, bits=8), expected) < 0.05
+    found = logits(tmp_path, ids, bits=4)
+    assert error(found, expected) < 0.35
+    assert agreement(found, expected) > 0.9
 
 
-def test_what_is_missing_or_misshapen_is_named(tmp_path: Path):
+def test_missing_and_misshapen_tensors_are_named(tmp_path: Path):
     model = gpt_oss()
     save(model, tmp_path)
     found = load_file(tmp_path / "model.safetensors")
@@ -180,4 +180,4 @@ def test_what_is_missing_or_misshapen_is_named(tmp_path: Path):
     found["model.layers.1.mlp.experts.gate_up_proj"] = found["model.layers.1.mlp.experts.gate_up_proj"].transpose(1, 2)
     rewrite(tmp_path, found)
     with pytest.raises(FormatError, match=r"1 missing: \S+\.0\.self_attn\.sinks; 1 of the wrong shape: .*gate_up_proj"):
-        scores(tmp_path, tokens(model, 3))
+        logits(tmp_path, tokens(model, 3))

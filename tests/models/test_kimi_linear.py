@@ -1,4 +1,4 @@
-"""Kimi Linear, whose channels fade by themselves, against transformers and mlx-lm."""
+"""Kimi Linear (delta attention with per-channel decay) against transformers and mlx-lm."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,8 @@ from transformers import KimiLinearConfig, KimiLinearForCausalLM
 from auraflux.errors import FormatError
 from auraflux.models.kimi_linear import Config
 from tests.models.mlx_oracle import check_mlx, quantized
-from tests.models.oracles import check_family, save, scores, tokens
-from tests.models.test_deepseek_v3 import clear
+from tests.models.oracles import check_family, logits, save, tokens
+from tests.models.test_deepseek_v3 import sharpen_routers
 
 DELTA, ATTENTION = "linear_attention", "full_attention"
 SMALL = {
@@ -41,9 +41,9 @@ SMALL = {
 
 
 def kimi_linear(**changes: Any) -> KimiLinearForCausalLM:
-    """A model whose memories last for some tokens."""
+    """Return a model whose recurrent states decay over several tokens."""
     torch.manual_seed(0)
-    model = clear(KimiLinearForCausalLM(KimiLinearConfig(**{**SMALL, **changes})))
+    model = sharpen_routers(KimiLinearForCausalLM(KimiLinearConfig(**{**SMALL, **changes})))
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if name.endswith("A_log"):
@@ -63,37 +63,42 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("variant", [pytest.param(v, marks=[pytest.mark.slow] if v != "small" else []) for v in VARIANTS])
-def test_logits_are_those_of_transformers(variant: str, tmp_path: Path):
+def test_logits_match_transformers(variant: str, tmp_path: Path):
     model = kimi_linear(**VARIANTS[variant])
     check_family(model, save(model, tmp_path))
 
 
 def as_published(config: dict[str, Any]) -> dict[str, Any]:
-    """Say of a config what transformers says otherwise as Moonshot's own does."""
+    """Rewrite a transformers config in the keys that Moonshot publishes."""
     kinds = config.pop("layer_types")
     numbers = {kind: [i + 1 for i, each in enumerate(kinds) if each == kind] for kind in (DELTA, ATTENTION)}
     linear = {"num_heads": config.pop("linear_num_heads"), "head_dim": config.pop("linear_head_dim")}
     linear |= {"short_conv_kernel_size": 4, "kda_layers": numbers[DELTA], "full_attn_layers": numbers[ATTENTION]}
     gone = ("mlp_layer_types", "linear_conv_kernel_dim", "qk_head_dim")
-    kept = {key: value for key, value in config.items() if key not in gone}
-    said = {"first_k_dense_replace": 1, "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid", "rope_theta": 10000.0}
-    return {**kept, **said, "linear_attn_config": linear, "mla_use_nope": True, "use_grouped_topk": True}
+    published = {key: value for key, value in config.items() if key not in gone}
+    extra_keys = {
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "moe_router_activation_func": "sigmoid",
+        "rope_theta": 10000.0,
+    }
+    return {**published, **extra_keys, "linear_attn_config": linear, "mla_use_nope": True, "use_grouped_topk": True}
 
 
-def test_a_config_in_published_words_says_the_same(tmp_path: Path):
+def test_published_config_is_equivalent(tmp_path: Path):
     model = kimi_linear()
     path = save(model, tmp_path) / "config.json"
     ids = tokens(model, 20)
-    wanted = scores(tmp_path, ids)
+    expected = logits(tmp_path, ids)
     path.write_text(json.dumps(as_published(json.loads(path.read_text()))))
-    assert torch.equal(scores(tmp_path, ids), wanted)
+    assert torch.equal(logits(tmp_path, ids), expected)
 
 
 @pytest.mark.slow
-def test_logits_are_those_of_mlx_lm(tmp_path: Path):
+def test_logits_match_mlx_lm(tmp_path: Path):
     model = kimi_linear(linear_head_dim=64)
     path = save(model, tmp_path / "hf") / "model.safetensors"
-    # transformers writes the first layer's MLP under the name of mixtures
+    # transformers saves the first layer's MLP under the name of the MoE block
     found = {name.replace("layers.0.block_sparse_moe.", "layers.0.mlp."): tensor for name, tensor in load_file(path).items()}
     save_file(found, path, metadata={"format": "pt"})
     check_mlx(model, quantized(path.parent, tmp_path / "mlx", as_published))
@@ -106,12 +111,12 @@ LINEAR = {"num_heads": 3, "head_dim": 32, "full_attn_layers": [2]}
     ("change", "message"),
     [
         ({"mla_use_nope": False}, "mla_use_nope False; only True"),
-        ({"moe_router_activation_func": "softmax"}, "scoring_func 'softmax'; only 'sigmoid'"),
+        ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func 'softmax'; only 'sigmoid'"),
         ({"linear_conv_kernel_dim": 3}, "a convolution over 3 tokens; only 4"),
-        ({"layer_types": None, "linear_attn_config": LINEAR}, "has no 'kda_layers'"),
+        ({"layer_types": None, "linear_attn_config": LINEAR}, "linear_attn_config has no kda_layers; a list"),
         ({"layer_types": None, "linear_attn_config": {**LINEAR, "kda_layers": [1, 4]}}, "not those of num_hidden_layers 3"),
     ],
 )
-def test_configs_that_cannot_be_honoured_are_refused(change: dict[str, Any], message: str):
+def test_unsupported_configs_are_refused(change: dict[str, Any], message: str):
     with pytest.raises(FormatError, match=message):
         Config.from_hf({**KimiLinearConfig(**SMALL).to_dict(), **change})

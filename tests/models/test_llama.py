@@ -62,13 +62,13 @@ def mistral() -> MistralForCausalLM:
 
 
 def ministral3(**changes: object) -> Ministral3ForCausalLM:
-    """Queries that have grown twice within the tokens of a test."""
+    """Return a model whose query scale grows twice within the tokens of a test."""
     rope = {**YARN, "llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48}
     return Ministral3ForCausalLM(Ministral3Config(**{**SMALL, **heads, "rope_parameters": rope, **changes}))
 
 
-def beside_vision(text: Any) -> Mistral3ForConditionalGeneration:
+def with_vision(text: Any) -> Mistral3ForConditionalGeneration:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
     vision = {**sizes, "head_dim": 16, "patch_size": 14, "model_type": "pixtral"}
     config = Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
@@ -89,24 +89,24 @@ VARIANTS = {
     "mistral": mistral,
     "ministral3": ministral3,
     "ministral3-window": lambda: ministral3(sliding_window=70),
-    "beside-vision": lambda: beside_vision(ministral3().config),
+    "with-vision": lambda: with_vision(ministral3().config),
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_are_those_of_transformers(variant: str, tmp_path: Path):
+def test_logits_match_transformers(variant: str, tmp_path: Path):
     torch.manual_seed(0)
     model = VARIANTS[variant]()
     check_family(model, save(model, tmp_path))
 
 
-def test_growing_queries_are_those_of_mlx_lm(tmp_path: Path):
+def test_llama_4_scaling_matches_mlx_lm(tmp_path: Path):
     torch.manual_seed(0)
     model = ministral3(head_dim=64)
     check_mlx(model, quantized(save(model, tmp_path / "hf"), tmp_path / "mlx", lambda config: config))
 
 
-def test_growth_without_a_span_is_refused():
+def test_llama_4_scaling_without_original_length_is_refused():
     rope = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}
     sizes = {**SMALL, "num_attention_heads": 4, "rms_norm_eps": 1e-6, "rope_parameters": rope}
     with pytest.raises(FormatError, match="llama_4_scaling_beta and does not say 'original_max_position_embeddings'"):

@@ -13,12 +13,12 @@ from auraflux.errors import FormatError
 from auraflux.models import family
 from auraflux.models.nemotron_h import Config
 from auraflux.ops.simd.isa import ISA
-from auraflux.weights.checkpoint import open_checkpoint
-from auraflux.weights.convert import convert
-from auraflux.weights.pack import pack
-from tests.models.oracles import check_family, error, save, scores, tokens, truth
-from tests.models.test_deepseek_v3 import clear
-from tests.weights.quantized_folders import FOLDERS, rewrite
+from auraflux.weights.convert.mlx_folder import convert
+from auraflux.weights.convert.pack import pack
+from auraflux.weights.formats.checkpoint import open_checkpoint
+from tests.models.oracles import check_family, error, logits, save, tokens, transformers_logits
+from tests.models.test_deepseek_v3 import sharpen_routers
+from tests.weights.formats.quantized_folders import FOLDERS, rewrite
 
 SMALL = {
     "vocab_size": 259,
@@ -39,15 +39,15 @@ SMALL = {
     "moe_shared_expert_intermediate_size": 96,
     "routed_scaling_factor": 2.5,
     "max_position_embeddings": 512,
-    # transformers holds steps to this in prompts and not in single tokens; those who published the models do not
+    # transformers clamps time steps to this in prefill but not in decode; the published code does not clamp
     "time_step_min": 1e-9,
 }
 
 
 def nemotron_h(**changes: Any) -> NemotronHForCausalLM:
-    """A model whose memories last for some tokens."""
+    """Return a model whose recurrent states decay over several tokens."""
     torch.manual_seed(0)
-    model = clear(NemotronHForCausalLM(NemotronHConfig(**{**SMALL, **changes})))
+    model = sharpen_routers(NemotronHForCausalLM(NemotronHConfig(**{**SMALL, **changes})))
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if name.endswith("A_log"):
@@ -70,69 +70,71 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("variant", [pytest.param(v, marks=[pytest.mark.slow] if v != "small" else []) for v in VARIANTS])
-def test_logits_are_those_of_transformers(variant: str, tmp_path: Path):
+def test_logits_match_transformers(variant: str, tmp_path: Path):
     model = nemotron_h(**VARIANTS[variant])
     check_family(model, save(model, tmp_path))
 
 
-def test_steps_of_transformers_are_held_to_a_least_size_in_prompts_alone():
-    """Why it is not honoured: its own prompts and single tokens part."""
+def test_transformers_clamps_time_steps_in_prefill_only():
+    """Show why the limit is ignored: in transformers prefill and decode disagree with it."""
     model = nemotron_h(time_step_min=0.2)
     ids = torch.tensor([tokens(model, 12)])
     with torch.no_grad():
-        whole = model.eval()(ids).logits[0, -1]
+        prefill = model.eval()(ids).logits[0, -1]
         begun = model(ids[:, :-1], use_cache=True)
         step = model(ids[:, -1:], past_key_values=begun.past_key_values, use_cache=True).logits[0, -1]
-    assert error(step, whole) > 1e-4
+    assert error(step, prefill) > 1e-4
 
 
-def test_a_config_in_published_words_says_the_same(tmp_path: Path):
+def test_published_config_is_equivalent(tmp_path: Path):
     model = nemotron_h()
     path = save(model, tmp_path) / "config.json"
     ids = tokens(model, 20)
-    wanted = scores(tmp_path, ids)
+    expected = logits(tmp_path, ids)
     found = json.loads(path.read_text())
     kinds = {"linear_attention": "mamba", "full_attention": "attention"}
     older = [kinds.get(each, each) for each in found.pop("layers_block_type")]
-    for words in ({"hybrid_override_pattern": "MEM*EM-", "num_hidden_layers": 7}, {"layers_block_type": older}):
-        path.write_text(json.dumps({**found, **words, "time_step_limit": [0.0, float("inf")]}))
-        assert torch.equal(scores(tmp_path, ids), wanted)
+    for keys in ({"hybrid_override_pattern": "MEM*EM-", "num_hidden_layers": 7}, {"layers_block_type": older}):
+        path.write_text(json.dumps({**found, **keys, "time_step_limit": [0.0, float("inf")]}))
+        assert torch.equal(logits(tmp_path, ids), expected)
 
 
-def test_experts_of_one_tensor_are_the_same(tmp_path: Path):
+def test_stacked_experts_give_the_same_logits(tmp_path: Path):
     model = nemotron_h()
     path = save(model, tmp_path) / "model.safetensors"
     ids = tokens(model, 20)
-    wanted = scores(tmp_path, ids)
+    expected = logits(tmp_path, ids)
     found = load_file(path)
     for layer in (1, 4):
         for kind in ("up", "down"):
             stem = f"backbone.layers.{layer}.mixer.experts"
             found[f"{stem}.{kind}_proj"] = torch.stack([found.pop(f"{stem}.{e}.{kind}_proj.weight") for e in range(16)])
     save_file(found, path, metadata={"format": "pt"})
-    assert torch.equal(scores(tmp_path, ids), wanted)
+    assert torch.equal(logits(tmp_path, ids), expected)
 
 
 @pytest.mark.parametrize("latent", [None, pytest.param(96, marks=pytest.mark.slow)])
 def test_nvfp4_is_packed_and_converted(latent: int | None, tmp_path: Path):
-    """As NVIDIA publishes it: experts one each in NVFP4."""
+    """Load experts as NVIDIA publishes them: separate NVFP4 tensors."""
     source = save(nemotron_h(moe_latent_size=latent), tmp_path / "hf")
-    kept = ("embeddings", "lm_head", "norm", "gate.", "conv1d")
-    meant = rewrite(source, tmp_path / "q", *FOLDERS["nvfp4"], skip=kept)
+    skip = ("embeddings", "lm_head", "norm", "gate.", "conv1d")
+    dequantized = rewrite(source, tmp_path / "q", *FOLDERS["nvfp4"], skip=skip)
     plain = tmp_path / "plain"
     plain.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in meant.items()}, plain / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in dequantized.items()}, plain / "model.safetensors", {"format": "pt"}
+    )
     (plain / "config.json").write_bytes((source / "config.json").read_bytes())
     other = NemotronHForCausalLM.from_pretrained(plain, dtype=torch.float32)
     ids = tokens(other, 40)
-    assert error(scores(tmp_path / "q", ids), truth(other, ids)) < 1e-4
+    assert error(logits(tmp_path / "q", ids), transformers_logits(other, ids)) < 1e-4
     checkpoint = open_checkpoint(tmp_path / "q")
     packed = pack(checkpoint, family(checkpoint.config), tmp_path / "packed", lanes=ISA.lanes)
-    assert error(scores(packed, ids), scores(tmp_path / "q", ids)) < 1e-6
+    assert error(logits(packed, ids), logits(tmp_path / "q", ids)) < 1e-6
     again = pack(open_checkpoint(packed), family(checkpoint.config), tmp_path / "again", lanes=ISA.lanes)
-    assert error(scores(again, ids), scores(packed, ids)) == 0
+    assert error(logits(again, ids), logits(packed, ids)) == 0
     written = convert(checkpoint, family(checkpoint.config), tmp_path / "mlx", bits=8, group=32)
-    assert error(scores(written, ids), scores(tmp_path / "q", ids)) < 0.06
+    assert error(logits(written, ids), logits(tmp_path / "q", ids)) < 0.06
 
 
 @pytest.mark.parametrize(
@@ -149,6 +151,6 @@ def test_nvfp4_is_packed_and_converted(latent: int | None, tmp_path: Path):
         ({"num_hidden_layers": 5}, "lists 7 blocks for num_hidden_layers 5"),
     ],
 )
-def test_configs_that_cannot_be_honoured_are_refused(change: dict[str, Any], message: str):
+def test_unsupported_configs_are_refused(change: dict[str, Any], message: str):
     with pytest.raises(FormatError, match=message):
         Config.from_hf({**NemotronHConfig(**SMALL).to_dict(), **change})

@@ -1,4 +1,4 @@
-"""Qwen3 mixtures and their relatives against transformers and mlx-lm."""
+"""Qwen3 MoE and related models against transformers and mlx-lm."""
 
 import re
 from pathlib import Path
@@ -21,8 +21,8 @@ from transformers import (
 from auraflux.errors import FormatError
 from auraflux.models.qwen3_moe import Config
 from auraflux.quant import quantize
-from tests.models.mlx_oracle import check_mlx, in_older_words, quantized
-from tests.models.oracles import check_family, error, save, scores, tokens, truth
+from tests.models.mlx_oracle import check_mlx, legacy_config, quantized
+from tests.models.oracles import check_family, error, logits, save, tokens, transformers_logits
 
 SMALL = {
     "vocab_size": 259,
@@ -43,8 +43,8 @@ SMALL = {
 ROUTERS = ("mlp.gate.weight", "shared_expert_gate.weight")
 
 
-def outspoken(model: Any) -> Any:
-    """A model whose scores are further apart than a router that changes its mind can move them."""
+def scale_embeddings(model: Any) -> Any:
+    """Scale up the embeddings, so that a changed routing decision does not change the top token."""
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(2)
     return model
@@ -52,19 +52,19 @@ def outspoken(model: Any) -> Any:
 
 def qwen3_moe(**changes: Any) -> Any:
     torch.manual_seed(0)
-    return outspoken(Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SMALL, **changes})))
+    return scale_embeddings(Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SMALL, **changes})))
 
 
 def qwen2_moe() -> Any:
     torch.manual_seed(0)
     without = {key: value for key, value in SMALL.items() if key not in ("head_dim", "norm_topk_prob")}
-    return outspoken(Qwen2MoeForCausalLM(Qwen2MoeConfig(**without, shared_expert_intermediate_size=96)))
+    return scale_embeddings(Qwen2MoeForCausalLM(Qwen2MoeConfig(**without, shared_expert_intermediate_size=96)))
 
 
 def olmoe() -> Any:
     torch.manual_seed(0)
     without = {key: value for key, value in SMALL.items() if key not in ("head_dim", "moe_intermediate_size")}
-    return outspoken(OlmoeForCausalLM(OlmoeConfig(**{**without, "intermediate_size": 64, "norm_topk_prob": False})))
+    return scale_embeddings(OlmoeForCausalLM(OlmoeConfig(**{**without, "intermediate_size": 64, "norm_topk_prob": False})))
 
 
 def mixtral() -> Any:
@@ -72,14 +72,14 @@ def mixtral() -> Any:
     names = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
     sizes = {name: SMALL[name] for name in names} | {"max_position_embeddings": 512}
     experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 64}
-    return outspoken(MixtralForCausalLM(MixtralConfig(**sizes, **experts, sliding_window=40)))
+    return scale_embeddings(MixtralForCausalLM(MixtralConfig(**sizes, **experts, sliding_window=40)))
 
 
 RELATIVES = {"qwen2_moe": qwen2_moe, "olmoe": olmoe, "mixtral": mixtral}
 VARIANTS = {
     "grouped": {},
     "all-heads": {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 32},
-    "weights-as-they-are": {"norm_topk_prob": False},
+    "unnormalized-weights": {"norm_topk_prob": False},
     "every-second-layer": {"decoder_sparse_step": 2},
     "dense-first-layer": {"mlp_only_layers": [0]},
     "tied": {"tie_word_embeddings": True},
@@ -88,19 +88,19 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_are_those_of_transformers(variant: str, tmp_path: Path):
+def test_logits_match_transformers(variant: str, tmp_path: Path):
     model = qwen3_moe(**VARIANTS[variant])
     check_family(model, save(model, tmp_path))
 
 
 @pytest.mark.parametrize("name", RELATIVES)
-def test_logits_of_relatives_are_those_of_transformers(name: str, tmp_path: Path):
+def test_logits_of_related_models_match_transformers(name: str, tmp_path: Path):
     model = RELATIVES[name]()
     check_family(model, save(model, tmp_path))
 
 
 def stack_experts(folder: Path) -> Path:
-    """Lay out experts as Qwen3.5 is published: gate and up of all experts in one tensor."""
+    """Stack experts as published for Qwen3.5: gate and up of all experts in one tensor."""
     path = folder / "model.safetensors"
     parts = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
     found = {re.sub(r"\.w\d\.", lambda part: parts[part[0]], name): each for name, each in load_file(path).items()}
@@ -115,8 +115,8 @@ def stack_experts(folder: Path) -> Path:
     return folder
 
 
-def round_weights(model: Any) -> Any:
-    """Round every matrix but the routers to 4 bits, as loading with `bits` does."""
+def quantize_weights(model: Any) -> Any:
+    """Quantize every matrix but the routers to 4 bits, as loading with `bits` does."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             fits = parameter.dim() > 1 and not parameter.shape[-1] % 64
@@ -126,40 +126,40 @@ def round_weights(model: Any) -> Any:
 
 
 def check_layouts(model: Any, folder: Path) -> None:
-    """The same scores from experts one by one, stacked, and rounded on the way as from a model that was rounded before."""
+    """Compare the logits of separate and stacked experts, and of experts quantized while loading and before."""
     ids = tokens(model, 40)
-    apart, together = scores(folder, ids), scores(stack_experts(folder), ids)
-    assert torch.equal(apart, together)
-    assert error(scores(folder, ids, bits=4), truth(round_weights(model), ids)) < 1e-5
+    separate, stacked = logits(folder, ids), logits(stack_experts(folder), ids)
+    assert torch.equal(separate, stacked)
+    assert error(logits(folder, ids, bits=4), transformers_logits(quantize_weights(model), ids)) < 1e-5
 
 
-def test_experts_of_every_layout_give_the_same(tmp_path: Path):
+def test_every_expert_layout_gives_the_same_logits(tmp_path: Path):
     model = qwen3_moe()
     check_layouts(model, save(model, tmp_path))
 
 
 def for_mlx(config: dict[str, Any]) -> dict[str, Any]:
-    return {**in_older_words(config), "num_experts": config["num_local_experts"]}
+    return {**legacy_config(config), "num_experts": config["num_local_experts"]}
 
 
-@pytest.mark.parametrize("variant", ["grouped", "weights-as-they-are", "dense-first-layer", "tied"])
-def test_logits_are_those_of_mlx_lm(variant: str, tmp_path: Path):
+@pytest.mark.parametrize("variant", ["grouped", "unnormalized-weights", "dense-first-layer", "tied"])
+def test_logits_match_mlx_lm(variant: str, tmp_path: Path):
     model = qwen3_moe(**VARIANTS[variant])
     check_mlx(model, quantized(save(model, tmp_path / "hf"), tmp_path / "mlx", for_mlx))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RELATIVES)
-def test_logits_of_relatives_are_those_of_mlx_lm(name: str, tmp_path: Path):
+def test_logits_of_related_models_match_mlx_lm(name: str, tmp_path: Path):
     model = RELATIVES[name]()
-    # mlx-lm knows no window of Mixtral's
+    # mlx-lm ignores Mixtral's sliding window
     model.config.sliding_window = None
-    check_mlx(model, quantized(save(model, tmp_path / "hf"), tmp_path / "mlx", in_older_words))
+    check_mlx(model, quantized(save(model, tmp_path / "hf"), tmp_path / "mlx", legacy_config))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RELATIVES)
-def test_experts_of_relatives_of_every_layout_give_the_same(name: str, tmp_path: Path):
+def test_every_expert_layout_of_related_models_gives_the_same_logits(name: str, tmp_path: Path):
     model = RELATIVES[name]()
     check_layouts(model, save(model, tmp_path))
 
@@ -175,4 +175,4 @@ def test_a_missing_expert_is_named(tmp_path: Path):
     found.pop("model.layers.1.mlp.experts.5.up_proj.weight")
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(FormatError, match=r"1 missing: model\.layers\.1\.mlp\.experts\.5\.up_proj\.weight\.$"):
-        scores(folder, [1, 2, 3])
+        logits(folder, [1, 2, 3])

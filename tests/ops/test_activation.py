@@ -1,4 +1,4 @@
-"""Activations against torch and transformers, at their limits, and with arguments that do not fit."""
+"""Activations against torch and transformers, at their limits, and with invalid arguments."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_sigmoid_gate_opens_and_shuts():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_split_q_gate_takes_heads_apart(dtype):
+def test_split_q_gate_splits_heads(dtype):
     x = torch.randn(5, 3 * 2 * 7).to(dtype)
     q, gate = split_q_gate(x, 3)
     expected_q, expected_gate = x.view(5, 3, 14).chunk(2, dim=-1)
@@ -89,7 +89,7 @@ def test_arguments_that_do_not_fit_are_refused():
         geglu(x, torch.randn(6, 4).T)
     with pytest.raises(InputError, match=r"'gate' has shape \[6\]"):
         sigmoid_gate(x, torch.randn(6))
-    with pytest.raises(InputError, match=r"limit is -1\.0; a clamp needs a positive one"):
+    with pytest.raises(InputError, match=r"limit is -1\.0; a positive limit is needed"):
         clamped_swiglu(x, x, 1.0, -1.0)
     with pytest.raises(InputError, match="rows of 6 do not divide into a query and a gate for each of 2 heads"):
         split_q_gate(x, 2)

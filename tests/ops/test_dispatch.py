@@ -1,4 +1,4 @@
-"""How a call finds its kernel: by device or by force, falling back in the open, and never past a check."""
+"""Dispatch of calls to kernels: by device or forced, with logged fallback, and never past a check."""
 
 import logging
 import subprocess
@@ -28,9 +28,9 @@ def double(x):
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Make an op `double` in a family of its own, with kernels whose source is given. The real ops never see it.
+    """Make an op `double` in a separate family, with kernels from source. The real ops do not see it.
 
-    The reference gives 2x, a kernel 20x, so that a result tells who computed it.
+    The reference returns 2x, a kernel 20x, so that a result shows which one ran.
     """
     monkeypatch.setattr(_dispatch, "OPS", {})
     (tmp_path / "toys").mkdir()
@@ -84,14 +84,14 @@ def test_a_block_left_by_an_error_forces_no_longer(make):
 
 def test_an_unknown_backend_is_refused(make):
     op = make(cpu=KERNEL)
-    message = "there is no backend 'metal'. Those there are: reference, cpu, cuda"
+    message = "unknown backend 'metal'. Choose one of: reference, cpu, cuda"
     with pytest.raises(BackendError, match=message), use_backend("metal"):
         pytest.fail("the block ran")
     assert factor(op) == 20
 
 
 def test_the_environment_forces_a_backend():
-    # that another is refused is in tests/cli/test_main.py
+    # the refusal of other names is tested in tests/cli/test_main.py
     code = """if True:
         import sys, torch
         from auraflux.ops.norm.reference import rms_norm
@@ -252,7 +252,7 @@ def test_arguments_of_another_kind_are_refused_before_the_check(make):
     assert op(torch.ones(1)).item() == op(x=torch.ones(1)).item() == 20
 
 
-def test_what_is_in_lists_counts_too():
+def test_elements_of_lists_are_checked_too():
     x, weight = torch.ones(1, 8), torch.ones(4, 8)
     for _ in range(2):
         assert len(linears(x, [weight, weight])) == 2
@@ -267,11 +267,11 @@ def test_what_is_in_lists_counts_too():
 
 
 def test_a_check_that_fails_and_a_number_without_room_are_one_sentence(make):
-    with pytest.raises(InputError, match="double: its arguments do not fit together: tuple index out of range"):
+    with pytest.raises(InputError, match="double: inconsistent arguments: tuple index out of range"):
         make(lambda x: check_shape("x", x, x.shape[5]))(torch.ones(1))
     heads, index = torch.ones(1, 1, 8), torch.zeros(1, 1, dtype=torch.int32)
     pages = KVPages(heads[None], heads[None], index, index[0] + 1)
-    with pytest.raises(InputError, match="attention: 'window' is a whole number of 100 bits"):
+    with pytest.raises(InputError, match="attention: 'window' is an integer of 100 bits"):
         attention(heads, pages, torch.tensor([0, 1]).int(), 1.0, window=10**30)
     with use_backend("reference"), pytest.raises(InputError, match="clamped_swiglu: a number is too large: "):
         clamped_swiglu(heads, heads, 1.0, 1e300)

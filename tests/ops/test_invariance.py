@@ -1,7 +1,7 @@
-"""A row is what it is alone: ops that have rows give the same bits for one token and for many, on one thread and on several.
+"""Batch invariance on CPU: ops with rows return the same bits for one token and for many, on one thread and on several.
 
-An op's rows are the arguments named here. Ops over texts take tokens one after the other, each as a text of its own that is so
-much longer; what they write must be the same as well. docs/numerics.md lists the same ops.
+An op's rows are the arguments named here. Ops over sequences process tokens one by one, each as a sequence of increasing
+length; their in-place writes must be the same as well. docs/numerics.md lists the same ops.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from auraflux.ops._cases import Args, Case, all_cases, in_row_order, tensors
+from auraflux.ops._cases import Args, Case, all_cases, in_row_layout, tensors
 from auraflux.ops._dispatch import Declined, exact
 from auraflux.ops.simd.threads import set_threads, threads
 from tests.ops.quick import beyond, params
@@ -58,7 +58,7 @@ ROWS = {
     "sample": ("logits", "uniform", "temperature", "top_k", "top_p", "min_p"),
     "penalize": ("logits", "prompt_mask", "output_counts", "repetition", "presence", "frequency"),
 }
-TEXTS = {
+SEQUENCE_OPS = {
     **dict.fromkeys(("attention", "attention_partials", "turboquant_attention", "turboquant_partials"), ("q",)),
     **dict.fromkeys(
         ("latent_attention", "latent_partials", "turboquant_latent_attention", "turboquant_latent_partials"),
@@ -74,10 +74,11 @@ TEXTS = {
     "selective_scan": ("xbc", "decay", "step"),
     **dict.fromkeys(("short_conv", "far_conv"), ("x",)),
     "delta_layer_step": ("qkv", "z", "a", "b"),
+    "compress_windows": ("x",),
 }
-STATES = ("state", "conv")  # of each text
-# sums over positions; the rows of the first are heads, the second has no kernel
-OTHERS = {"turboquant_values", "compress_windows"}
+STATES = ("state", "conv")  # of each sequence
+# sums over positions: its rows are heads
+OTHERS = {"turboquant_values"}
 MOST = 12  # rows of a case that are computed alone: some of the first and of the last
 CASES = [case for case in all_cases() if case.op.name not in OTHERS]
 QUICK = 12  # cases of an op; test_parity.py has all of them
@@ -87,11 +88,11 @@ def _row(value: Any, t: int) -> Any:
     return value[t : t + 1] if isinstance(value, Tensor) and value.dim() else value
 
 
-def _of_text(value: Any, b: int, length: int) -> Any:
-    """Pages as those of one text, so many tokens long."""
+def _of_sequence(value: Any, b: int, length: int) -> Any:
+    """Return pages restricted to one sequence of a given length."""
     if not is_dataclass(value) or isinstance(value, type):
         return value
-    changed = {f.name: _of_text(getattr(value, f.name), b, length) for f in fields(value) if f.init}
+    changed = {f.name: _of_sequence(getattr(value, f.name), b, length) for f in fields(value) if f.init}
     if "table" in changed and "lengths" in changed:
         changed["table"] = changed["table"][b : b + 1]
         changed["lengths"] = torch.tensor([length], dtype=torch.int32)
@@ -99,30 +100,31 @@ def _of_text(value: Any, b: int, length: int) -> Any:
 
 
 def single(case: Case, args: Args) -> Iterator[tuple[int, Args]]:
-    """Calls of one row each, in their order, and which row that is; they share what is written in place."""
+    """Yield calls of one row each, in order, with the row's index; they share arguments updated in place."""
     name = case.op.name
     if name in ROWS:
         for t in range(len(next(args[each] for each in ROWS[name] if args.get(each) is not None))):
             yield t, {k: _row(v, t) if k in ROWS[name] else v for k, v in args.items()}
         return
-    assert "starts" in args, f"which arguments of {name} have a row for each token? Add them to ROWS."
+    assert "starts" in args, f"no row arguments are known for {name}. Add those with a row per token to ROWS."
     starts = args["starts"].tolist()
     for b, (start, end) in enumerate(pairwise(starts)):
         for t in range(start, end):
-            call = {k: _row(v, t) if k in TEXTS[name] else v for k, v in args.items()}
+            call = {k: _row(v, t) if k in SEQUENCE_OPS[name] else v for k, v in args.items()}
             call |= {k: v[b : b + 1] for k, v in args.items() if k in STATES}
-            if "pages" in call:
-                length = int(args["pages"].lengths[b]) - (end - 1 - t)
-                call["pages"] = _of_text(call["pages"], b, length)
+            for pages in {"pages", "rows", "entries"} & call.keys():
+                length = int(args[pages].lengths[b]) - (end - 1 - t)
+                call[pages] = _of_sequence(call[pages], b, length)
             yield t, call | {"starts": torch.tensor([0, 1], dtype=torch.int32)}
 
 
 def results(case: Case, call: Args, backend: str = "cpu") -> list[Tensor]:
-    """What a call gives, rows first."""
-    kernel = case.op.kernel(backend)
+    """Return the results of a call, rows first."""
+    # the reference runs for an op without a CPU kernel
+    kernel = case.op.kernel(backend) or (case.op.reference if backend == "cpu" else None)
     assert kernel is not None
     given = [tensor for _, tensor in tensors(kernel(**call))]
-    # layers are apart, and tokens within them
+    # layers come first, then tokens
     return [tensor.transpose(0, 1) for tensor in given] if case.op.name == "per_layer_inputs" else given
 
 
@@ -131,11 +133,11 @@ def same(found: Tensor, expected: Tensor) -> bool:
 
 
 def parted(case: Case, backend: str = "cpu") -> str | None:
-    """What differs between rows together and alone."""
+    """Return the differences between rows computed together and alone."""
     with torch.device(backend):
-        together, alone = (case.args() if backend == "cpu" else in_row_order(case.args()) for _ in range(2))
+        together, alone = (case.args() if backend == "cpu" else in_row_layout(case.args()) for _ in range(2))
         calls = list(single(case, alone))
-    writes = case.op.name in TEXTS or case.op.name in ("gated_delta_step", "expert_parts")
+    writes = case.op.name in SEQUENCE_OPS or case.op.name in ("gated_delta_step", "expert_parts")
     with exact(case.exact):
         try:
             whole = results(case, together, backend)
@@ -160,20 +162,18 @@ def parted(case: Case, backend: str = "cpu") -> str | None:
     if writes:
         for (path, have), (_, want) in zip(tensors(alone), tensors(together), strict=True):
             if have.is_floating_point() and not same(have, want):
-                return f"what is written to {path}"
+                return f"the update of {path}"
     return None
 
 
-# the last first: test_parity.py begins with the first at the same time, and each kernel is compiled by one of the two
+# in reverse: test_parity.py starts with the first case at the same time, so that each kernel is compiled once
 @pytest.mark.parametrize("case", params(CASES, also_slow=beyond(QUICK, CASES))[::-1])
-def test_a_row_is_what_it_is_alone(case: Case):
-    if case.op.kernel("cpu") is None:
-        pytest.skip("no cpu kernel: the reference serves this op")
+def test_rows_do_not_depend_on_the_batch(case: Case):
     assert parted(case) is None
 
 
-def test_the_manual_lists_what_is_invariant():
+def test_the_manual_lists_the_batch_invariant_ops():
     page = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text()
-    listed = page.partition("## Rows alone and together")[2].partition("\n## ")[0]
-    assert not [name for name in (*ROWS, *TEXTS) if f"`{name}`" not in listed]
-    assert {case.op.name for case in all_cases()} == {*ROWS, *TEXTS, *OTHERS}
+    listed = page.partition("## Batch invariance")[2].partition("\n## ")[0]
+    assert not [name for name in (*ROWS, *SEQUENCE_OPS) if f"`{name}`" not in listed]
+    assert {case.op.name for case in all_cases()} == {*ROWS, *SEQUENCE_OPS, *OTHERS}

@@ -1,4 +1,4 @@
-"""Norms against torch and transformers, their symmetries, and arguments that do not fit."""
+"""Norms against torch and transformers, their symmetries, and invalid arguments."""
 
 from collections.abc import Callable
 
@@ -84,7 +84,7 @@ def test_queries_and_keys_may_differ_in_heads():
     torch.testing.assert_close(found_k.norm(dim=-1), torch.ones(2, 3))
 
 
-# each norm as a function of its first argument, the others held still
+# each norm as a function of its first argument, the others fixed
 NORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "rms_norm": lambda x: rms_norm(x, torch.linspace(0.5, 2, x.shape[-1]), 0.0),
     "add_rms_norm": lambda x: add_rms_norm(x, x, torch.linspace(0.5, 2, x.shape[-1]), 0.0)[0],
@@ -114,7 +114,7 @@ def test_a_nan_stays_in_its_row(norm):
 
 @EACH
 def test_rows_do_not_touch_each_other(norm):
-    # large enough for all threads, and not to be divided evenly among them
+    # large enough for all threads, and not evenly divisible among them
     x = torch.randn(101, 700)
     together = norm(x)
     for row in (0, 49, 50, 51, 100):

@@ -1,4 +1,4 @@
-"""What no kernel should be given is refused before one runs, on every backend with the same sentence."""
+"""Invalid arguments are refused before a kernel runs, on every backend with the same sentence."""
 
 from collections.abc import Callable
 
@@ -39,7 +39,7 @@ from auraflux.ops.moe.routing import Routing
 from auraflux.ops.turboquant.calibration import Calibration
 from auraflux.ops.turboquant.cases import CASES as TURBOQUANT
 from auraflux.ops.turboquant.codebook import Codebook
-from auraflux.ops.turboquant.plain import PlainPages
+from auraflux.ops.turboquant.full_precision import FullPrecisionKV
 from auraflux.quant import QTensor, quantize
 
 WHOLE = [torch.int32, torch.int64, torch.uint8, torch.bool]
@@ -76,7 +76,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: turboquant_values(torch.ones(1, 2), torch.zeros(1, 2, 2).int(), torch.ones(1, 2), 4, 16, float("nan")),
         "'threshold' is nan",
     ),
-    "seed": (lambda: rotate(ROWS, 1.5), r"'seed' is 1\.5; a whole number"),
+    "seed": (lambda: rotate(ROWS, 1.5), r"'seed' is 1\.5; an integer"),
     "nope": (lambda: split_latent(torch.ones(1, 8), torch.ones(1, 24), 1, -1), "1 heads of -1"),
     "rms_norm": (lambda: rms_norm(ROWS, torch.ones(8), -1e-6), "'eps' is -1e-06"),
     "rms_norm nan": (lambda: rms_norm(ROWS, torch.ones(8), float("nan")), "'eps' is nan"),
@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "temperature": (lambda: chosen(temperature=-ONE), "'temperature' is -1.0 for a row"),
     "top_p": (lambda: chosen(top_p=ONE * float("nan")), "'top_p' is nan for a row"),
     "min_p": (lambda: chosen(min_p=-ONE), "'min_p' is -1.0 for a row"),
-    "no blocks": (lambda: merge_partials(torch.ones(2, 0, 8), torch.ones(2, 0), torch.ones(2, 0)), "one block at least"),
+    "no blocks": (lambda: merge_partials(torch.ones(2, 0, 8), torch.ones(2, 0), torch.ones(2, 0)), "at least one block"),
     "ids": (lambda: embed(torch.zeros(2, 2).int(), torch.ones(4, 8)), r"'ids' has shape \[2, 2\]"),
     "rounds": (
         lambda: collapse_streams(torch.ones(1, 1, 8), torch.ones(1, 3), torch.ones(3), torch.ones(3), 1e-6, 1 << 31),
@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "window": (
         lambda: attention(heads(), pages(), torch.tensor([0, 2]).int(), 1.0, window=2.5),
-        "'window' is 2.5; a whole number or None is needed",
+        "'window' is 2.5; an integer or None is needed",
     ),
 }
 
@@ -115,7 +115,7 @@ def test_numbers_that_mean_nothing_are_refused(name: str, backend: str):
         call()
 
 
-def test_what_is_just_allowed_is_not_refused():
+def test_limits_are_allowed():
     assert rms_norm(ROWS, torch.ones(8), 0.0).tolist() == ROWS.tolist()
     assert chosen(temperature=0 * ONE, top_p=0 * ONE).tolist() == [0]
     assert attention(heads(), pages(), torch.tensor([0, 2]).int(), 1.0, window=0).abs().sum() == 0
@@ -161,27 +161,27 @@ ODD: dict[str, tuple[Callable[[], object], str]] = {
         "'weight' is on meta, the first argument on cpu",
     ),
     "meta codes": (lambda: linear(torch.ones(1, 64), codes().to("meta")), "'weight' is on meta, the first argument on cpu"),
-    "beyond 64 bits": (lambda: split_q_gate(torch.ones(5, 0), 10**30), "'heads' is a whole number of 100 bits"),
-    "beyond 64 bits in settings": (lambda: Routing(1 << 63, "softmax", True), "'k' is a whole number of 64 bits"),
+    "beyond 64 bits": (lambda: split_q_gate(torch.ones(5, 0), 10**30), "'heads' is an integer of 100 bits"),
+    "beyond 64 bits in settings": (lambda: Routing(1 << 63, "softmax", True), "'k' is an integer of 64 bits"),
     "a number for a tensor": (lambda: vectors(inverse=1.5), "'inverse' is 1.5; a tensor is needed"),
     "a dict for a tensor": (lambda: vectors(table={}), "'table' is of type dict; a tensor is needed"),
     "a tensor for pages": (
-        lambda: PlainPages(ROWS, None, 0),
+        lambda: FullPrecisionKV(ROWS, None, 0),
         "'head' is of type Tensor; KVPages or RowPages or None is needed",
     ),
     "positions without memory": (
         lambda: grow_queries(torch.ones(2, 1, 8), torch.empty(2, dtype=torch.int32, device="meta"), 0.1, 4),
         "'positions' is on meta",
     ),
-    "a latent's weight of whole numbers": (
+    "a latent's weight of integers": (
         lambda: latent_query(torch.ones(1, 2, 4), torch.ones(12, 8, dtype=torch.int64), 6),
         "'weight' has dtype int64",
     ),
     "levels without memory": (
         lambda: Codebook(torch.empty(16, device="meta")),
-        "levels of a codebook are a shape without memory",
+        "levels of a codebook are a meta tensor",
     ),
-    "a long text": (lambda: Routing(1, "x" * 5000, True), "there is no scoring 'x{79}"),
+    "a long text": (lambda: Routing(1, "x" * 5000, True), "unknown scoring 'x{79}"),
 }
 
 
@@ -194,7 +194,7 @@ def test_tensors_and_numbers_that_no_kernel_takes_are_refused(name: str, backend
     assert len(str(refused.value)) < 200
 
 
-def test_what_has_no_memory_may_be_held_and_asked_for_shapes():
+def test_meta_tensors_have_shapes():
     assert codes().to("meta").is_meta
     assert not codes().is_meta
     assert SharedExpert(codes().to("meta"), torch.ones(1), torch.ones(1)).is_meta
@@ -210,9 +210,9 @@ def test_no_ids_take_no_rows(backend: str):
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", ["kept-k4v4", "pairs-kept-k8v4"])
-def test_positions_kept_on_pages_that_are_not_there_are_refused(name: str, backend: str):
+def test_full_precision_pages_outside_the_pool_are_refused(name: str, backend: str):
     args = next(case for case in TURBOQUANT if case.op is turboquant_attention and case.name == name).args()
-    args["pages"].plain.recent.table.fill_(1 << 20)
+    args["pages"].full_precision.recent.table.fill_(1 << 20)
     with use_backend(backend), pytest.raises(InputError, match="is 1048576 in the table; the pool has"):
         turboquant_attention(**args)
 

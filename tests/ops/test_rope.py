@@ -1,4 +1,4 @@
-"""RoPE against transformers and float64, its symmetries, and every way of making frequencies against transformers' own."""
+"""RoPE against transformers and float64, its symmetries, and every frequency scaling against transformers'."""
 
 import math
 
@@ -18,7 +18,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])
 
 
 def cos_sin(inv_freq: torch.Tensor, positions: torch.Tensor, mscale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tables as transformers hands them to its rotations."""
+    """Return the tables in the layout of transformers."""
     angles = positions.float()[:, None] * inv_freq
     doubled = torch.cat((angles, angles), -1)
     return doubled.cos()[None] * mscale, doubled.sin()[None] * mscale
@@ -45,9 +45,9 @@ def test_interleaved_pairs_are_those_of_deepseek(backend):
     expected, _ = apply_rotary_pos_emb_interleave(heads_first, heads_first, *cos_sin(inv_freq, positions, mscale))
     with use_backend(backend):
         found = rope(x, inv_freq, positions, mscale, interleaved=True)
-    # transformers moves the even channels before the odd ones; here every channel stays in its place
-    apart = torch.cat((found[..., 0::2], found[..., 1::2]), -1)
-    torch.testing.assert_close(apart, expected[0].transpose(0, 1), atol=2e-5, rtol=1e-5)
+    # transformers moves the even channels before the odd ones; here channels are not permuted
+    deinterleaved = torch.cat((found[..., 0::2], found[..., 1::2]), -1)
+    torch.testing.assert_close(deinterleaved, expected[0].transpose(0, 1), atol=2e-5, rtol=1e-5)
 
 
 @BACKENDS
@@ -67,7 +67,7 @@ def test_far_positions_keep_their_accuracy(backend, start):
 
 @BACKENDS
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rotation_keeps_lengths_and_scores_depend_on_distance(backend, interleaved):
+def test_rotation_preserves_norms_and_scores_depend_on_distance(backend, interleaved):
     inv_freq, x = rope_frequencies(32, 10_000.0), torch.randn(2, 1, 48)
     with use_backend(backend):
         scores = []
@@ -121,7 +121,7 @@ def transformers_frequencies(kind: str, width: int, **settings: object) -> tuple
 
 
 @pytest.mark.parametrize(("width", "theta"), [(64, 1e4), (128, 1e6), (256, 1e7), (50, 150_000.0)])
-def test_plain_frequencies(width, theta):
+def test_default_frequencies(width, theta):
     config = LlamaConfig(head_dim=width, rope_parameters={"rope_type": "default", "rope_theta": theta})
     expected, _ = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
     assert torch.equal(rope_frequencies(width, theta), expected)
@@ -174,5 +174,5 @@ def test_yarn_frequencies(width, theta, factor, context, settings):
 
 
 def test_yarn_needs_a_base_above_1():
-    with pytest.raises(InputError, match="YaRN slows rotations of a base above 1 down; it is 1"):
+    with pytest.raises(InputError, match="YaRN needs a RoPE base above 1; it is 1"):
         yarn_frequencies(64, 1.0, 40.0, 4096)

@@ -1,4 +1,4 @@
-"""The tables that choose kernels: what they say, that every route is taken by something, and that a page tells of it."""
+"""Route tables: their decisions, that every route is taken by some call, and that docs/kernels.md is current."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,20 +15,20 @@ from auraflux import ops
 from auraflux.ops import append_codes, attention, expert_mlp, invariant, mixture, turboquant_attention
 from auraflux.ops._cases import Case
 from auraflux.ops._dispatch import Declined, families
-from auraflux.ops.assumed import assume_gpu
 from auraflux.ops.attention.pages import KVPages
+from auraflux.ops.fake_gpu import use_fake_gpu
 from auraflux.ops.linear.reference import Weight
 from auraflux.ops.moe.experts import Experts
 from auraflux.ops.moe.routing import Routing
-from auraflux.ops.routes import Route, Routes, Verdict, leaving_out, verdict_of
+from auraflux.ops.routes import Explanation, Route, Routes, explain_call, without_routes
 from auraflux.ops.simd.isa import ISA
-from auraflux.ops.turboquant._inputs import attend
+from auraflux.ops.turboquant.cases.inputs import attend
 from auraflux.quant import QTensor
 
 pytest.importorskip("triton")
-from auraflux.cli.kernels_page import kernels_page
-from auraflux.ops.explain import BACKENDS, all_verdicts, cases_of, explained, taken
-from auraflux.ops.hopper.device import not_hopper
+from auraflux.cli.output.kernels_page import kernels_page
+from auraflux.ops.explain import BACKENDS, cases_of, explain_all_cases, explain_case, taken
+from auraflux.ops.gpu.device import not_hopper
 from auraflux.ops.linear.cuda.call import Call, Norm
 from auraflux.ops.linear.cuda.limits import key
 from auraflux.ops.linear.cuda.routes import PRODUCTS
@@ -47,27 +47,27 @@ def below(limit: int) -> Routes[int, str]:
 def test_the_first_that_does_not_refuse_runs():
     table = Routes(*below(2), *below(9), *below(5))
     assert table(1) == "1 by the small one"
-    assert table.explain(3) == Verdict("below 9", (("below 2", "3 is not below 2"),))
+    assert table.explain(3) == Explanation("below 9", (("below 2", "3 is not below 2"),))
     assert table.explain(9).taken is None
     with pytest.raises(Declined, match="9 is not below 5"):
         table(9)
 
 
-def test_only_routes_that_are_alike_are_taken_inside_invariant():
+def test_only_batch_invariant_routes_are_taken_inside_invariant():
     never = lambda number: None  # noqa: E731
-    table = Routes(Route("quick", never, lambda number: "quick"), Route("same", never, lambda number: "same", alike=True))
-    kept = Routes(*table, key=lambda number: number)
-    for routes in (table, kept):
+    table = Routes(Route("quick", never, lambda number: "quick"), Route("same", never, lambda number: "same", invariant=True))
+    cached = Routes(*table, key=lambda number: number)
+    for routes in (table, cached):
         assert routes(1) == "quick"
         with invariant():
             assert routes(1) == "same"
             assert routes.explain(1).taken == "same"
         assert routes(1) == "quick"
-    # all of a table are alike where none is marked
+    # all routes of a table are batch-invariant if none is marked
     with invariant():
         assert below(2)(1) == "1 by the small one"
         with pytest.raises(Declined, match="not for it"):
-            Routes(Route("quick", never, str), Route("other", lambda number: "not for it", str, alike=True))(1)
+            Routes(Route("quick", never, str), Route("other", lambda number: "not for it", str, invariant=True))(1)
 
 
 def by_half(inner: Routes[int, str]) -> Routes[int, str]:
@@ -76,17 +76,17 @@ def by_half(inner: Routes[int, str]) -> Routes[int, str]:
     )
 
 
-def test_what_a_route_asks_is_explained_too():
+def test_nested_tables_are_explained_too():
     outer = by_half(below(4))
     assert outer(6) == "3 by the small one"
     assert outer.explain(6).path == "half of it (below 4)"
 
 
-def test_routes_are_left_out_of_all_tables():
+def test_routes_are_excluded_from_all_tables():
     outer, less = by_half(Routes(*below(4), *below(5))), frozenset(["below 4"])
     assert outer.explain(6, less).path == "half of it (below 5)"
     assert outer.explain(10, less).then[0].taken is None
-    with leaving_out(less):
+    with without_routes(less):
         assert outer(6) == "3 by the small one"
         with pytest.raises(Declined, match="5 is not below 5"):
             outer(10)
@@ -94,22 +94,22 @@ def test_routes_are_left_out_of_all_tables():
 
 
 def test_calls_of_one_key_take_one_route():
-    asked = []
+    evaluated = []
 
     def refuses(number: int) -> str | None:
-        asked.append(number)
+        evaluated.append(number)
         return None if number < 10 else "too large"
 
     table: Routes[int, int] = Routes(Route("small", refuses, lambda number: number), key=lambda number: number // 5)
     assert [table(number) for number in (1, 2, 7, 3)] == [1, 2, 7, 3]
-    assert asked == [1, 7]
+    assert evaluated == [1, 7]
     for _ in range(2):
         with pytest.raises(Declined, match="too large"):
             table(12)
 
 
 def shifted(*shape: int, dtype: torch.dtype, aligned: bool) -> torch.Tensor:
-    """A tensor that nobody reads, at a multiple of 16 bytes or not."""
+    """Return an uninitialized tensor, aligned to 16 bytes or not."""
     size = prod(shape)
     whole = torch.empty(size + 64, dtype=dtype)
     first = -whole.data_ptr() % 64 // whole.element_size() + (0 if aligned else 1)
@@ -141,37 +141,37 @@ def random_product(pick: Random, weights: list[Weight]) -> Call:
     norm = pick.choice([None, Norm(None, scale, 1e-6), Norm(x, scale, 1e-6)])
     if len(weights) == 2 and pick.random() < 0.5:
         return Call(x, weights, gated=True, norm=norm)
-    return Call(x, weights, biases, norm=norm, scored=norm is not None and pick.random() < 0.5)
+    return Call(x, weights, biases, norm=norm, needs_normed=norm is not None and pick.random() < 0.5)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_remembered_route_is_the_one_the_table_gives(seed: int):
+def test_a_cached_route_is_the_one_of_the_table(seed: int):
     pick, table = Random(seed), Routes(*PRODUCTS, key=PRODUCTS.key)
     some, found = [random_weights(pick) for _ in range(16)], set()
-    with assume_gpu():
+    with use_fake_gpu():
         for _ in range(1500):
             call = random_product(pick, pick.choice(some))
-            remembered = table._remembered(key(call), call)
+            remembered = table._lookup(key(call), call)
             assert remembered.name == table.explain(call).taken
             found.add(remembered.name)
     assert len(found) > 6
 
 
-def test_a_machine_without_a_gpu_can_be_asked():
+def test_routes_are_explained_without_a_gpu():
     device = torch.device("cpu")
     assert not_hopper(device) is not None
-    with assume_gpu():
+    with use_fake_gpu():
         assert not_hopper(device) is None
     assert not_hopper(device) is not None
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> dict[str, dict[Case, Verdict]]:
-    return all_verdicts()
+def verdicts() -> dict[str, dict[Case, Explanation]]:
+    return explain_all_cases()
 
 
 def tables_of(backend: str) -> dict[Routes[Any, Any], set[str]]:
-    """Every table of a backend with the families that ask it."""
+    """Return every table of a backend with the families that use it."""
     found: dict[Routes[Any, Any], set[str]] = {}
     for family in families():
         if (Path(ops.__path__[0]) / family / backend / "routes.py").exists():
@@ -182,36 +182,36 @@ def tables_of(backend: str) -> dict[Routes[Any, Any], set[str]]:
 
 
 def empty(*shape: int, bits: int = 4) -> QTensor:
-    """A weight, or a stack of them, that nobody reads; memory is not touched."""
+    """Return an uninitialized weight or stack of weights; memory is not touched."""
     *rest, width = shape
     scales, biases = (torch.empty(*rest, width // 64, dtype=BF16) for _ in range(2))
     return QTensor(torch.empty(*rest, width * bits // 32, dtype=torch.int32), scales, biases, bits, 64, shape)
 
 
-def product(tokens: int, rows: int, width: int, bits: int = 4) -> Verdict:
-    with assume_gpu():
+def product(tokens: int, rows: int, width: int, bits: int = 4) -> Explanation:
+    with use_fake_gpu():
         return PRODUCTS.explain(Call(torch.empty(tokens, width, dtype=BF16), [empty(rows, width, bits=bits)]))
 
 
-def wide_experts() -> Verdict | None:
+def wide_experts() -> Explanation | None:
     gate, up, down = empty(8, 2048, 7168), empty(8, 2048, 7168), empty(8, 7168, 2048)
     x, scores = torch.empty(1, 7168, dtype=BF16), torch.empty(1, 8, dtype=BF16)
     arguments = {"x": x, "scores": scores, "routing": Routing(2, "softmax", True), "experts": Experts(gate, up, down), "h": x}
-    with assume_gpu():
-        return verdict_of(mixture, "cuda", arguments)
+    with use_fake_gpu():
+        return explain_call(mixture, "cuda", arguments)
 
 
-def long_prompt() -> Verdict | None:
-    return explained(next(case for case in cases_of(append_codes) if case.slow))
+def long_prompt() -> Explanation | None:
+    return explain_case(next(case for case in cases_of(append_codes) if case.slow))
 
 
-def many_queries() -> Verdict | None:
-    with assume_gpu():
-        return verdict_of(turboquant_attention, "cuda", attend([200], [150], (2, 1), 64, (8, 4), page=64, dtype=BF16))
+def many_queries() -> Explanation | None:
+    with use_fake_gpu():
+        return explain_call(turboquant_attention, "cuda", attend([200], [150], (2, 1), 64, (8, 4), page=64, dtype=BF16))
 
 
 def piece(tokens: int, positions: int, window: int | None = None) -> str:
-    """The route of a piece of a prompt, 32 heads on 8 keys."""
+    """Return the route of a prefill chunk, 32 query heads on 8 key heads."""
     k, v = (torch.empty(positions // 64, 8, 64, 128, dtype=BF16) for _ in range(2))
     lengths, starts = torch.tensor([positions], dtype=torch.int32), torch.tensor([0, tokens], dtype=torch.int32)
     pages = KVPages(k, v, torch.zeros(1, positions // 64, dtype=torch.int32), lengths)
@@ -222,8 +222,8 @@ def piece(tokens: int, positions: int, window: int | None = None) -> str:
         "scale": 1.0,
         "window": window,
     }
-    with assume_gpu():
-        verdict = verdict_of(attention, "cuda", arguments)
+    with use_fake_gpu():
+        verdict = explain_call(attention, "cuda", arguments)
     assert verdict is not None
     return str(verdict.taken)
 
@@ -231,14 +231,14 @@ def piece(tokens: int, positions: int, window: int | None = None) -> str:
 @pytest.mark.parametrize(
     ("tokens", "unsplit", "split"), [(32, None, 1024), (64, 2048, 4096), (128, 8192, 16384), (256, 65536, None)]
 )
-def test_keys_are_split_where_a_piece_has_too_few_programs(tokens: int, unsplit: int | None, split: int | None):
+def test_keys_are_split_where_a_prefill_chunk_has_too_few_programs(tokens: int, unsplit: int | None, split: int | None):
     assert unsplit is None or piece(tokens, unsplit) == "prefill"
     assert split is None or piece(tokens, split) == "flash_paged"
     assert tokens < 64 or piece(tokens, 16384, window=1024) == "prefill"
 
 
-# routes that only arguments too large for a quick case take
-LARGE: dict[tuple[str, str], Callable[[], Verdict | None]] = {
+# routes that need arguments too large for a quick case
+LARGE: dict[tuple[str, str], Callable[[], Explanation | None]] = {
     ("linear", "matvec_int4_tma"): partial(product, 1, 8192, 16384),
     ("linear", "matvec_int8"): partial(product, 1, 8192, 8192, 8),
     ("linear", "dequantized in bf16, then cuBLAS"): partial(product, 2000, 4096, 4096),
@@ -255,41 +255,43 @@ def test_large_arguments_take_their_route(family: str, name: str):
     assert name in taken(verdict)
 
 
-# cases that take routes which are taken inside `invariant` only
-ALIKE = [
+# cases for routes that are taken inside `invariant` only
+INVARIANT_CASES = [
     case for op in (ops.linear, ops.add_norm_linears, ops.gated_delta_prefill) for case in cases_of(op) if not case.slow
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_route_is_taken_by_something(backend: str, verdicts: dict[str, dict[Case, Verdict]]):
+def test_every_route_is_taken_by_something(backend: str, verdicts: dict[str, dict[Case, Explanation]]):
     reached = {(case.op.family, name) for case, verdict in verdicts[backend].items() for name in taken(verdict)}
     if backend == "cpu" and not ISA.half_products:
         reached.add(("linear", "activations in half precision"))
     if backend == "cuda":
         reached |= set(LARGE)
         with invariant():
-            alike = [(case, explained(case)) for case in ALIKE]
-        reached |= {(case.op.family, name) for case, verdict in alike if verdict is not None for name in taken(verdict)}
+            explained = [(case, explain_case(case)) for case in INVARIANT_CASES]
+        reached |= {(case.op.family, name) for case, verdict in explained if verdict is not None for name in taken(verdict)}
     rows = [
-        ({(family, route.name) for family in asking}, route) for table, asking in tables_of(backend).items() for route in table
+        ({(family, route.name) for family in users}, route) for table, users in tables_of(backend).items() for route in table
     ]
     assert [route.name for names, route in rows if not names & reached] == []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_refusal_is_a_few_words(backend: str, verdicts: dict[str, dict[Case, Verdict]]):
+def test_every_refusal_is_a_few_words(backend: str, verdicts: dict[str, dict[Case, Explanation]]):
     reasons = {reason for verdict in verdicts[backend].values() for _, reason in verdict.refused}
     assert reasons
     assert [reason for reason in reasons if not 3 < len(reason) <= 140 or reason.endswith(".") or "\n" in reason] == []
 
 
-def test_what_a_cpu_takes():
-    found = {case.name: explained(case, "cpu") for case in cases_of(expert_mlp) if case.name in ("mixed-bits", "uneven-bits")}
+def test_routes_on_cpu():
+    found = {
+        case.name: explain_case(case, "cpu") for case in cases_of(expert_mlp) if case.name in ("mixed-bits", "uneven-bits")
+    }
     paths = {name: verdict.path for name, verdict in found.items() if verdict is not None}
-    one_list, apart = "gate and up in one list", "gate and up apart"
-    assert paths == {name: f"{how} (activations in float32)" for name, how in zip(paths, (one_list, apart), strict=True)}
+    one_list, two_lists = "gate and up in one list", "gate and up in two lists"
+    assert paths == {name: f"{how} (activations in float32)" for name, how in zip(paths, (one_list, two_lists), strict=True)}
 
 
-def test_the_page_about_kernels_is_not_stale(verdicts: dict[str, dict[Case, Verdict]]):
+def test_the_page_about_kernels_is_not_stale(verdicts: dict[str, dict[Case, Explanation]]):
     assert (DOCS / "kernels.md").read_text() == kernels_page(verdicts["cuda"]), "run `make docs`"

@@ -41,7 +41,7 @@ def draw(
 
 
 def warped(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """The probabilities transformers would draw from."""
+    """Return the probabilities that transformers samples from."""
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     if top_k:
         warpers.append(TopKLogitsWarper(top_k))
@@ -87,10 +87,10 @@ def test_random_numbers_give_frequencies_that_pass_chi_square(backend):
     with use_backend(backend):
         ids = draw(logits.expand(draws, -1).contiguous(), uniform, *chosen)
     expected = warped(logits, *chosen) * draws
-    counts, kept = torch.bincount(ids, minlength=30), expected > 0
-    assert counts[~kept].sum() == 0
-    statistic = ((counts - expected)[kept] ** 2 / expected[kept]).sum().item()
-    freedom = int(kept.sum()) - 1
+    counts, selected = torch.bincount(ids, minlength=30), expected > 0
+    assert counts[~selected].sum() == 0
+    statistic = ((counts - expected)[selected] ** 2 / expected[selected]).sum().item()
+    freedom = int(selected.sum()) - 1
     assert statistic < freedom + 4 * math.sqrt(2 * freedom)
 
 
@@ -121,7 +121,7 @@ def test_greedy_finds_the_best_of_a_large_vocabulary(backend):
 
 
 @BACKENDS
-def test_tokens_equal_to_the_last_of_top_k_are_kept(backend):
+def test_ties_of_the_last_of_top_k_are_selected(backend):
     logits = torch.tensor([3.0, 1.0, 2.0, 1.0, 1.0, 0.0])
     uniform = (torch.arange(512) + 0.5) / 512
     with use_backend(backend):
@@ -141,7 +141,7 @@ def test_tokens_equal_to_the_last_of_top_k_are_kept(backend):
         (1.0, 0, 1.0, 1.0),
     ],
 )
-def test_extreme_settings_keep_the_best_alone(backend, chosen):
+def test_extreme_settings_select_the_best_alone(backend, chosen):
     logits = torch.randperm(333).float().expand(64, -1).contiguous()
     with use_backend(backend):
         assert (draw(logits, torch.rand(64), *chosen) == logits.argmax(-1)).all()
@@ -160,7 +160,7 @@ def test_masked_tokens_are_never_drawn(backend, chosen):
 
 
 @BACKENDS
-def test_numbers_and_settings_out_of_range_still_draw_a_kept_token(backend):
+def test_numbers_and_settings_out_of_range_still_draw_a_selected_token(backend):
     logits = torch.full((1, 10), -torch.inf)
     logits[0, [2, 5]] = torch.tensor([1.0, 0.0])
     with use_backend(backend):
@@ -216,7 +216,7 @@ def test_kernel_and_reference_draw_the_same(logits, uniform, temperature, top_k,
 @pytest.mark.parametrize("scale", [0.05, 2.0, 9.0])
 def test_kernel_and_reference_draw_the_same_of_many_tokens(scale, chosen):
     logits = (torch.randn(1, 4099) * scale).expand(64, -1).contiguous()
-    # many of them have the same score, as rounded scores do
+    # many scores are equal, as rounded ones are
     logits = (logits * 8).round() / 8
     uniform = torch.linspace(0, 1 - 2**-24, 64)
     with use_backend("reference"):
@@ -233,8 +233,8 @@ def test_infinite_scores_share_all_probability(backend):
     uniform = (torch.arange(100) + 0.5) / 100
     with use_backend(backend):
         assert draw(logits, uniform).tolist() == [5] * 50 + [600] * 50
-        alike = draw(torch.full((100, 100), -torch.inf), uniform)
-    assert alike.tolist() == list(range(100))
+        drawn = draw(torch.full((100, 100), -torch.inf), uniform)
+    assert drawn.tolist() == list(range(100))
 
 
 @BACKENDS
@@ -278,7 +278,7 @@ def test_arguments_that_do_not_fit_are_refused():
         sample(logits, ones, ones, top_k.long(), ones, ones)
     with pytest.raises(InputError, match="'min_p' has dtype float64; float32 is needed"):
         sample(logits, ones, ones, top_k, ones, ones.double())
-    with pytest.raises(InputError, match="'logits' has no tokens to choose from"):
+    with pytest.raises(InputError, match="'logits' has an empty vocabulary"):
         sample(torch.randn(2, 0), ones, ones, top_k, ones, ones)
     with pytest.raises(InputError, match=r"'logits' .* is not contiguous"):
         sample(torch.randn(5, 2).T, ones, ones, top_k, ones, ones)

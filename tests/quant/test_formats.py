@@ -1,4 +1,4 @@
-"""Weight formats against mlx, which defines them."""
+"""Weight formats against mlx, the reference implementation."""
 
 import mlx.core as mx
 import pytest
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.quant import QTensor, affine, mxfp4, quantize
-from auraflux.quant.packing import PLACES, pack, placed, unpack, unplaced
+from auraflux.quant.packing import LANE_FIELDS, from_lane_layout, pack, to_lane_layout, unpack
 from tests.mlx_arrays import from_mlx, to_mlx
 
 FORMATS = [(bits, group) for bits in affine.BITS for group in affine.GROUPS]
@@ -17,7 +17,7 @@ DTYPES = affine.SCALE_DTYPES
 
 
 def awkward(dtype: torch.dtype) -> Tensor:
-    """Rows of every kind: zeros, constants, one sign only, tiny, huge, ties halfway between levels."""
+    """Return rows of all kinds: zeros, constants, one sign only, tiny, huge, ties halfway between levels."""
     torch.manual_seed(0)
     w = torch.randn(40, 512) * torch.rand(40, 1) * 2
     w[0] = 0
@@ -31,7 +31,7 @@ def awkward(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("bits", "group"), FORMATS)
-def test_affine_is_mlx_to_the_bit(bits: int, group: int, dtype: torch.dtype):
+def test_affine_is_bit_identical_to_mlx(bits: int, group: int, dtype: torch.dtype):
     weight = awkward(dtype)
     made = quantize(weight, bits, group)
     theirs = mx.quantize(to_mlx(weight), group_size=group, bits=bits)
@@ -41,7 +41,7 @@ def test_affine_is_mlx_to_the_bit(bits: int, group: int, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_mxfp4_is_mlx_to_the_bit(dtype: torch.dtype):
+def test_mxfp4_is_bit_identical_to_mlx(dtype: torch.dtype):
     weight = awkward(dtype)
     made = quantize(weight, kind="mxfp4")
     theirs = mx.quantize(to_mlx(weight), group_size=32, bits=4, mode="mxfp4")
@@ -53,24 +53,24 @@ def test_mxfp4_is_mlx_to_the_bit(dtype: torch.dtype):
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 @pytest.mark.parametrize("rows", [1, 15, 16, 33])
 @pytest.mark.parametrize("bits", affine.BITS)
-def test_rows_side_by_side_hold_the_same_weight(bits: int, rows: int, lanes: int):
+def test_interleaved_rows_hold_the_same_weight(bits: int, rows: int, lanes: int):
     torch.manual_seed(rows)
     weight = quantize(torch.randn(3, rows, 64), bits, 32)
-    turned = weight.interleave(lanes)
-    assert torch.equal(turned.dequantize(), weight.dequantize())
-    assert torch.equal(turned.rows().packed, weight.packed)
-    assert torch.equal(turned[1].dequantize(), weight[1].dequantize())
+    interleaved = weight.interleave(lanes)
+    assert torch.equal(interleaved.dequantize(), weight.dequantize())
+    assert torch.equal(interleaved.rows().packed, weight.packed)
+    assert torch.equal(interleaved[1].dequantize(), weight[1].dequantize())
     some = torch.tensor([rows - 1, 0])
-    assert torch.equal(turned[2].take(some).packed, weight[2].take(some).packed)
+    assert torch.equal(interleaved[2].take(some).packed, weight[2].take(some).packed)
     if rows % lanes == 0:
-        assert turned.nbytes == weight.nbytes
+        assert interleaved.nbytes == weight.nbytes
 
 
 def test_interleaving_puts_lanes_next_to_each_other():
     weight = quantize(torch.randn(8, 64), 8, 32)
-    turned = weight.interleave(4)
-    assert torch.equal(turned.packed[1, 3], weight.packed[4:8, 3])
-    assert torch.equal(turned.interleave(8).packed[0, 5], weight.packed[:, 5])
+    interleaved = weight.interleave(4)
+    assert torch.equal(interleaved.packed[1, 3], weight.packed[4:8, 3])
+    assert torch.equal(interleaved.interleave(8).packed[0, 5], weight.packed[:, 5])
 
 
 @given(st.sampled_from(affine.BITS), st.integers(1, 4), st.integers(0, 2**32 - 1))
@@ -81,23 +81,23 @@ def test_packing_round_trips(bits: int, chunks: int, seed: int):
     assert torch.equal(unpack(words, bits), codes.to(torch.uint8))
 
 
-@given(st.sampled_from(sorted(PLACES)), st.integers(1, 4), st.integers(0, 2**32 - 1))
-def test_codes_are_found_in_their_places(bits: int, chunks: int, seed: int):
+@given(st.sampled_from(sorted(LANE_FIELDS)), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_codes_are_found_in_their_lane_fields(bits: int, chunks: int, seed: int):
     codes = torch.randint(0, 2**bits, (2, 32 * chunks), generator=torch.Generator().manual_seed(seed))
     words = pack(codes, bits)
-    moved = placed(words, bits)
-    octets = moved.view(torch.uint8).view(2, chunks, bits, 4).long()
-    for number, pieces in enumerate(PLACES[bits]):
+    lanes = to_lane_layout(words, bits)
+    octets = lanes.view(torch.uint8).view(2, chunks, bits, 4).long()
+    for number, fields in enumerate(LANE_FIELDS[bits]):
         found = torch.zeros(2, chunks, 4, dtype=torch.long)
-        for piece in pieces:
-            found = found << piece.size | octets[:, :, piece.word] >> piece.low & 2**piece.size - 1
+        for field in fields:
+            found = found << field.size | octets[:, :, field.word] >> field.low & 2**field.size - 1
         assert torch.equal(found, codes.view(2, chunks, 8, 4)[:, :, number])
-    assert torch.equal(unplaced(moved, bits), words)
+    assert torch.equal(from_lane_layout(lanes, bits), words)
 
 
-@pytest.mark.parametrize("bits", sorted(PLACES))
-def test_places_take_every_bit_once(bits: int):
-    taken = [(p.word, p.low + i) for pieces in PLACES[bits] for p in pieces for i in range(p.size)]
+@pytest.mark.parametrize("bits", sorted(LANE_FIELDS))
+def test_lane_fields_use_every_bit_once(bits: int):
+    taken = [(p.word, p.low + i) for fields in LANE_FIELDS[bits] for p in fields for i in range(p.size)]
     assert sorted(taken) == [(word, bit) for word in range(bits) for bit in range(8)]
 
 
@@ -129,7 +129,7 @@ def test_mxfp4_exponent_255_means_nan():
         (lambda: quantize(torch.randn(4, 64))[0], "only a stack of matrices can be indexed"),
     ],
 )
-def test_what_cannot_be_held_is_refused(call, message: str):
+def test_unsupported_formats_are_refused(call, message: str):
     with pytest.raises(FormatError, match=message):
         call()
 
@@ -144,10 +144,10 @@ def test_what_cannot_be_held_is_refused(call, message: str):
         ({"biases": lambda t: t.to("meta")}, "biases are on meta, the codes on cpu"),
     ],
 )
-def test_arrays_that_do_not_fit_are_named(change, message: str):
+def test_mismatched_arrays_are_named(change, message: str):
     weight = quantize(torch.randn(4, 64), 4, 64)
     arrays = {name: getattr(weight, name) for name in ("packed", "scales", "biases")}
-    arrays |= {name: turn(arrays[name]) for name, turn in change.items()}
+    arrays |= {name: convert(arrays[name]) for name, convert in change.items()}
     with pytest.raises(FormatError, match=message):
         QTensor(**arrays, bits=4, group=64, shape=(4, 64))
 

@@ -1,4 +1,4 @@
-"""GGUF's block types against the package that defines them."""
+"""GGUF block types against the gguf package."""
 
 import gguf
 import numpy as np
@@ -17,7 +17,7 @@ BITS |= {"Q6_K": 6, "Q3_K": 3, "Q2_K": 2, "IQ4_NL": 4, "IQ4_XS": 4}
 
 
 def random_blocks(kind: str, *leading: int) -> np.ndarray:
-    """Blocks with any codes and with scales of ordinary size."""
+    """Return blocks of random codes and scales of ordinary size."""
     rng = np.random.default_rng(len(kind))
     size, nbytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     octets = rng.integers(0, 256, (*leading, WIDTH // size * nbytes), dtype=np.uint8)
@@ -36,7 +36,7 @@ def decoded(octets: np.ndarray, kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("leading", [(1,), (37,), (3, 5)], ids=str)
-def test_values_stay_what_they_were(kind: str, leading: tuple[int, ...]):
+def test_values_are_exact(kind: str, leading: tuple[int, ...]):
     octets = random_blocks(kind, *leading)
     found = from_blocks(octets, kind)
     assert (found.bits, found.group, found.shape) == (BITS[kind], LAYOUTS[kind].group, (*leading, WIDTH))
@@ -44,20 +44,20 @@ def test_values_stay_what_they_were(kind: str, leading: tuple[int, ...]):
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_columns_can_change_places_within_blocks(kind: str):
-    """In runs of half a large block, as heads of a delta layer are."""
+def test_columns_can_be_permuted_within_blocks(kind: str):
+    """Permute runs of half a super-block, as for the heads of a delta layer."""
     octets, order = random_blocks(kind, 5), torch.tensor([2, 0, 3, 1])
-    found = from_blocks(octets, kind).moved(order, 128).dequantize(torch.float32)
+    found = from_blocks(octets, kind).permute_columns(order, 128).dequantize(torch.float32)
     assert torch.equal(found.view(5, 4, 128), decoded(octets, kind).view(5, 4, 128)[:, order])
 
 
 def test_columns_of_a_group_stay_together():
-    with pytest.raises(FormatError, match="cannot be moved in runs of 16"):
-        from_blocks(random_blocks("Q8_0", 5), "Q8_0").moved(torch.arange(32), 16)
+    with pytest.raises(FormatError, match="cannot be permuted in runs of 16"):
+        from_blocks(random_blocks("Q8_0", 5), "Q8_0").permute_columns(torch.arange(32), 16)
 
 
 @pytest.mark.parametrize("scale", [np.nan, np.inf])
-def test_scales_that_are_no_numbers_are_rounded_without_a_warning(scale: float):
+def test_non_finite_scales_are_requantized_without_a_warning(scale: float):
     octets = np.zeros((2, 110 * 2), np.uint8)
     octets.view(np.float16)[0, 0] = scale
     found = from_blocks(octets, "IQ3_S").dequantize(torch.float32)
@@ -65,18 +65,18 @@ def test_scales_that_are_no_numbers_are_rounded_without_a_warning(scale: float):
     assert torch.equal(found[1], decoded(octets, "IQ3_S")[1])
 
 
-def test_scales_that_are_no_numbers_are_decoded_without_a_warning():
+def test_non_finite_scales_are_decoded_without_a_warning():
     octets = np.zeros((1, 20), np.uint8)
     octets.view(np.float16)[0, 0] = np.inf
     assert np.isnan(to_dense(octets, "Q4_1")).all()
 
 
 @pytest.mark.parametrize("kind", sorted(NOT_IN_MLX))
-def test_any_bytes_are_the_same_bits(kind: str):
+def test_any_bytes_decode_to_the_same_bits(kind: str):
     size, nbytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     octets = np.random.default_rng(2).integers(0, 256, (50, WIDTH // size * nbytes), dtype=np.uint8)
     blocks = octets.reshape(-1).view(LAYOUTS[kind].record)
-    # denormal, largest, infinite, not a number, of either sign; and blocks of nothing
+    # denormal, largest, infinite, NaN, of either sign; and empty blocks
     awkward = np.array([2**-24, -(2**-15), 65504, -65504, np.inf, -np.inf, np.nan, 0, -0.0], np.float16)
     for name in {"scale", "least"} & set(blocks.dtype.names or ()):
         blocks[name][: len(awkward)] = awkward
@@ -95,7 +95,7 @@ def test_any_bytes_are_the_same_bits(kind: str):
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_memory_is_what_was_said(kind: str):
+def test_memory_bits_match_the_tensor(kind: str):
     found = from_blocks(random_blocks(kind, 3), kind)
     assert found.nbytes * 8 / (3 * WIDTH) == memory_bits(kind, WIDTH)
     assert found.in_mlx == (kind not in NOT_IN_MLX)
@@ -132,7 +132,7 @@ def test_the_smallest_and_largest_scales_are_exact(kind: str, size: float):
 
 
 @pytest.mark.parametrize("kind", ["IQ3_S", "IQ2_S"])
-def test_other_types_are_rounded_to_eight_bits(kind: str):
+def test_other_types_are_requantized_to_eight_bits(kind: str):
     rng = np.random.default_rng(1)
     size, nbytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = rng.integers(0, 256, (6 * WIDTH // size, nbytes), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""A model that writes what it is told to, for tests of what stands before it; and a server that answers with it."""
+"""A fake link that plays scripts instead of running a model, and a server around an application."""
 
 import asyncio
 import threading
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import uvicorn
 from starlette.types import ASGIApp
 
+from auraflux.engine.request import Output, Request, RequestStats, TokenLogprob
 from auraflux.errors import BusyError, SettingsError
-from auraflux.run.request import Event, Figures, Request, Scored
-from auraflux.run.tokenizer import Tokenizer
-from auraflux.serve.link import Gauges, ModelFacts
-from auraflux.weights.placement import Dealt
-from tests.run.toy_tokenizers import byte_level
+from auraflux.serve.transport.link import Gauges, ModelFacts
+from auraflux.tokenizer.tokenizer import Tokenizer
+from auraflux.weights.parallel.expert_placement import PlacementResult
+from tests.tokenizer.toy_tokenizers import byte_level
 
 NAME = "toy/model"
-# as many models have it: tools in the first message, and no system message but the first
+# like many models' templates: tools in the first message, and a system message only first
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 {% if messages[0].role == 'system' %}{{ messages[0].content }}
@@ -43,14 +43,14 @@ each call within <tool_call></tool_call><|im_end|>
 
 @dataclass(frozen=True)
 class Script:
-    """What is written for a request.
+    """Outputs for one request.
 
-    pieces   the text, an event each
-    finish   why it ends; None stalls until it is cancelled
+    chunks   the text, one output each
+    finish   finish reason; None stalls until it is cancelled
     error    with finish "error"
     """
 
-    pieces: tuple[str, ...] = ("Hello", " there", "!")
+    chunks: tuple[str, ...] = ("Hello", " there", "!")
     finish: str | None = "stop"
     error: str | None = None
     stop: str | None = None
@@ -61,89 +61,92 @@ def make_tokenizer() -> Tokenizer:
 
 
 class FakeLink:
-    """Writes `scripts` one after the other, the last again and again, and keeps what was asked.
+    """Plays `scripts` one per request, repeating the last, and records the requests.
 
-    room   requests that are taken before the queue is full; None for any number
+    room   requests accepted before the queue is full; None for no limit
     """
 
     def __init__(self, *scripts: Script | str, ready: bool = True, context: int = 4096):
         self.tokenizer: Tokenizer | None = make_tokenizer()
-        known = self.tokenizer.vocab_size
-        self._facts = ModelFacts(NAME, "qwen3", context, known, frozenset({2}), "k8v4", "cpu", 4)
+        vocab = self.tokenizer.vocab_size
+        self._facts = ModelFacts(NAME, "qwen3", context, vocab, frozenset({2}), "k8v4", "cpu", 4)
         self.facts: ModelFacts | None = self._facts if ready else None
-        self.why_not = "The model is being loaded; try again soon."
+        self.unavailable_reason = "The model is being loaded; try again soon."
         self.gauges = Gauges(1, 2, 3, 12, 100, 40, 5, 6, 7, 8, 20, 15)
         self.requests: list[Request] = []
-        self.writings: list[FakeWriting] = []
+        self.streams: list[FakeOutputStream] = []
         self.room: int | None = None
         self.scripts: list[Script] = []
-        self.write(*scripts or ("Hello there!",))
+        self.play(*scripts or ("Hello there!",))
 
-    def write(self, *scripts: Script | str) -> None:
-        """Say what is written from now on; a text is cut into words."""
+    def play(self, *scripts: Script | str) -> None:
+        """Set the scripts from now on; a string is split into words."""
         self.scripts = [Script(_words(each)) if isinstance(each, str) else each for each in scripts]
 
     def load(self) -> None:
         self.facts = self._facts
 
-    async def deal_experts(self) -> Dealt:
-        raise SettingsError("one process has all experts: there are no ranks to deal them out to.")
+    async def place_experts(self) -> PlacementResult:
+        raise SettingsError("the model runs in one process: there are no ranks to place experts on.")
 
-    def submit(self, request: Request) -> "FakeWriting":
+    def submit(self, request: Request) -> "FakeOutputStream":
         if self.room is not None and len(self.requests) >= self.room:
             raise BusyError("64 requests wait already; try again later.")
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
         self.requests.append(request)
         assert self.tokenizer is not None
-        self.writings.append(FakeWriting(request, script, self.tokenizer))
-        return self.writings[-1]
+        self.streams.append(FakeOutputStream(request, script, self.tokenizer))
+        return self.streams[-1]
 
     @property
     def prompt(self) -> str:
-        """The text of the last prompt."""
+        """Text of the last prompt."""
         assert self.tokenizer is not None
         return self.tokenizer.decode(self.requests[-1].prompt, special=True)
 
 
-class FakeWriting:
-    """A text that comes word by word.
+class FakeOutputStream:
+    """Outputs of one script.
 
-    cancelled  set when somebody stops it
+    cancelled  whether it was cancelled
+    outputs    yielded so far
     """
 
     def __init__(self, request: Request, script: Script, tokenizer: Tokenizer):
         self._request, self._script, self._tokenizer = request, script, tokenizer
         self.cancelled = False
-        self.events = 0
+        self.outputs = 0
         self._stop = asyncio.Event()
 
     def cancel(self) -> None:
         self.cancelled = True
         self._stop.set()
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
+    async def __aiter__(self) -> AsyncIterator[Output]:
         count = 0
-        for piece in self._script.pieces:
-            # lets others go on, as waiting for a model would
+        for chunk in self._script.chunks:
+            # yields to other tasks, as waiting for a model would
             await asyncio.sleep(0)
             if self.cancelled:
                 break
-            tokens = tuple(self._tokenizer.encode(piece, special=False))
+            tokens = tuple(self._tokenizer.encode(chunk, special=False))
             count += len(tokens)
-            self.events += 1
-            yield Event(piece, tokens, self._scored(tokens))
+            self.outputs += 1
+            yield Output(chunk, tokens, self._logprobs(tokens))
         if self._script.finish is None:
             await self._stop.wait()
         finish = "cancelled" if self.cancelled else self._script.finish
         ended = (2,) if finish == "stop" else ()
-        figures = Figures(len(self._request.prompt), 3, count + len(ended), 0.25, 0.5, 2.5, 1000, 4000)
-        yield Event("", ended, self._scored(ended), finish, self._script.stop, self._script.error, figures)
+        stats = RequestStats(len(self._request.prompt), 3, count + len(ended), 0.25, 0.5, 2.5, 1000, 4000)
+        yield Output("", ended, self._logprobs(ended), finish, self._script.stop, self._script.error, stats)
 
-    def _scored(self, tokens: tuple[int, ...]) -> tuple[Scored, ...]:
-        wanted = self._request.sampling.logprobs
-        if wanted is None:
+    def _logprobs(self, tokens: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
+        count = self._request.sampling.logprobs
+        if count is None:
             return ()
-        return tuple(Scored(token, -0.5, tuple((other, -float(other)) for other in range(5, 5 + wanted))) for token in tokens)
+        return tuple(
+            TokenLogprob(token, -0.5, tuple((other, -float(other)) for other in range(5, 5 + count))) for token in tokens
+        )
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -153,21 +156,21 @@ def _words(text: str) -> tuple[str, ...]:
 
 @contextmanager
 def serving(app: ASGIApp) -> Iterator[str]:
-    """Serve on a free port of this machine, and give the address."""
+    """Serve on a free port of this machine and yield the URL."""
     config = uvicorn.Config(app, "127.0.0.1", 0, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
-    begun = threading.Event()
+    started = threading.Event()
 
     async def run() -> None:
         serve = asyncio.ensure_future(server.serve())
         while not server.started:
             await asyncio.sleep(0.005)
-        begun.set()
+        started.set()
         await serve
 
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
-    assert begun.wait(10)
+    assert started.wait(10)
     try:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:

@@ -1,27 +1,34 @@
-"""A service that says what a script has, and a server around it."""
+"""A fake service that plays a script of deltas, and a server around it."""
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from auraflux.run.request import Figures
+from auraflux.engine.request import RequestStats
 from auraflux.serve.app import make_app
-from auraflux.serve.ask import Ask
-from auraflux.serve.deltas import CallArguments, CallBegin, Content, Delta, Finish, Reasoning
+from auraflux.serve.auth import Access
+from auraflux.serve.chat.conversation import Conversation
+from auraflux.serve.chat.deltas import Content, Delta, Finish, Reasoning, ToolCallArguments, ToolCallBegin
 from auraflux.serve.failures import Failure
-from auraflux.serve.guard import Access
 from auraflux.serve.limits import Limits
-from auraflux.serve.link import ModelFacts
+from auraflux.serve.transport.link import ModelFacts
 from tests.serve.fake_link import serving
 
 FACTS = ModelFacts(
-    name="tiny", model_type="llama", context=4096, vocab=100, ends=frozenset({2}), kv="k8v4", device="cpu", parallel=8
+    name="tiny",
+    model_type="llama",
+    context=4096,
+    vocab=100,
+    eos_token_ids=frozenset({2}),
+    kv="k8v4",
+    device="cpu",
+    max_sequences=8,
 )
-FIGURES = Figures(prompt_tokens=20, cached_tokens=16, tokens=7)
+STATS = RequestStats(prompt_tokens=20, cached_tokens=16, tokens=7)
 
 
 def end(reason: str = "stop", **fields: Any) -> list[Delta]:
-    return [Finish(reason, FIGURES, **fields)]
+    return [Finish(reason, STATS, **fields)]
 
 
 HELLO: list[list[Delta]] = [[Content("Hel")], [Content("lo, 世界\u2028\n")], end()]
@@ -29,17 +36,17 @@ THOUGHT: list[list[Delta]] = [[Reasoning("Let me ")], [Reasoning("see."), Conten
 CALLS: list[list[Delta]] = [
     [Reasoning("I look.")],
     [Content("Looking.")],
-    [CallBegin(0, "call_a", "weather"), CallArguments(0, '{"city"')],
-    [CallArguments(0, ': "Oslo"}')],
-    [CallBegin(1, "call_b", "weather"), CallArguments(1, '{"city": "Rome"}'), *end("tool_calls")],
+    [ToolCallBegin(0, "call_a", "weather"), ToolCallArguments(0, '{"city"')],
+    [ToolCallArguments(0, ': "Oslo"}')],
+    [ToolCallBegin(1, "call_b", "weather"), ToolCallArguments(1, '{"city": "Rome"}'), *end("tool_calls")],
 ]
 
 
-class FakeAnswer:
-    """Gives its script."""
+class FakeChatOutput:
+    """Yields its script."""
 
     def __init__(self, script: Sequence[Sequence[Delta]]):
-        self.prompt_tokens, self.reasoning_tokens = FIGURES.prompt_tokens, 3
+        self.prompt_tokens, self.reasoning_tokens = STATS.prompt_tokens, 3
         self.cancelled = False
         self._script = script
 
@@ -52,35 +59,35 @@ class FakeAnswer:
 
 
 class FakeService:
-    """Answers everything with `script`, or with `refusal`; `asked` is what it was asked."""
+    """Answers every request with `script`, or raises `refusal`; records the conversations."""
 
     def __init__(self) -> None:
         self.limits, self.facts = Limits(), FACTS
         self.script: Sequence[Sequence[Delta]] = HELLO
         self.refusal: Exception | None = None
-        self.asked: list[Ask] = []
+        self.conversations: list[Conversation] = []
 
     def check_ready(self) -> None:
         pass
 
     def check_model(self, name: str | None) -> None:
         if name != FACTS.name:
-            raise Failure(404, f"The model {name!r} is not served here. The one that is: tiny.", code="model_not_found")
+            raise Failure(404, f"The model {name!r} is not served here. The served model: tiny.", code="model_not_found")
 
-    async def answer(self, ask: Ask) -> list[FakeAnswer]:
-        self.asked.append(ask)
+    async def chat(self, conversation: Conversation) -> list[FakeChatOutput]:
+        self.conversations.append(conversation)
         if self.refusal is not None:
             raise self.refusal
-        return [FakeAnswer(self.script)]
+        return [FakeChatOutput(self.script)]
 
-    async def count_tokens(self, ask: Ask) -> int:
-        self.asked.append(ask)
+    async def count_tokens(self, conversation: Conversation) -> int:
+        self.conversations.append(conversation)
         return 20
 
 
 @contextlib.contextmanager
 def served(service: FakeService, keys: tuple[str, ...] = ()) -> Iterator[str]:
-    """Give the address of a server that answers for this service."""
+    """Run a server for this service and yield its URL."""
     app = make_app(service, Access(keys=keys))  # type: ignore[arg-type]
     with serving(app) as url:
         yield url

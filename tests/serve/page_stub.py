@@ -1,4 +1,4 @@
-"""A server for the chat page alone: it answers each question from a script, in the shape of the real one.
+"""A stub server for the chat page: it answers from a script, in the format of the real server.
 
 Run `uvicorn tests.serve.page_stub:app` to see the page without a model. What a question holds decides what comes:
 "thought", "hostile", "broken", "slow", "wait", "cut", or the text of `ANSWER`.
@@ -26,7 +26,7 @@ HOSTILE = (
 ANSWER = '''A cache keeps what attention needs of every token that was read, so that each new token costs **one step** instead \
 of a pass over the whole text.
 
-## What is kept
+## What is stored
 
 1. For every layer, the *keys* and *values* of all tokens so far.
 2. Nothing else: queries are used once and dropped.
@@ -63,8 +63,8 @@ def delta(**fields: Any) -> str:
     return chunk(choices=[{"index": 0, "delta": fields, "finish_reason": None}])
 
 
-def pieces(text: str) -> list[str]:
-    """Cut a text as a tokenizer might, so that marks arrive in halves."""
+def chunks(text: str) -> list[str]:
+    """Split a text like a tokenizer, so that markup arrives in fragments."""
     return [text[at : at + 3] for at in range(0, len(text), 3)]
 
 
@@ -72,12 +72,12 @@ async def written(question: str, messages: list[dict[str, Any]]) -> AsyncIterato
     pace_s = 0.01 if "slow" in question else float(os.environ.get("PACE_S", 0))
     yield delta(role="assistant", content="")
     if "thought" in question:
-        for piece in pieces(THOUGHT):
-            yield delta(reasoning=piece, reasoning_content=piece)
+        for chunk in chunks(THOUGHT):
+            yield delta(reasoning=chunk, reasoning_content=chunk)
             await asyncio.sleep(pace_s)
     text = HOSTILE if "hostile" in question else ANSWER * (12 if "long" in question else 1)
-    for at, piece in enumerate(pieces(text)):
-        yield delta(content=piece)
+    for at, chunk in enumerate(chunks(text)):
+        yield delta(content=chunk)
         await asyncio.sleep(pace_s)
         if at == 20 and "broken" in question:
             yield chunk(error={"message": "The engine stopped.", "type": "server_error"})
@@ -108,7 +108,7 @@ async def models(request: Request) -> Response:
 
 async def chat(request: Request) -> Response:
     body = await request.json()
-    request.app.state.asked.append(body)
+    request.app.state.received.append(body)
     question = body["messages"][-1]["content"]
     if "wait" in question and request.app.state.loading > 0:
         request.app.state.loading -= 1
@@ -119,9 +119,9 @@ async def chat(request: Request) -> Response:
 
 
 def stub(key: str = "", loading: int = 0) -> Starlette:
-    """Make a server that wants `key` and says `loading` times that its model is not there yet."""
+    """Return a server that requires `key` and reports `loading` times that its model is not ready."""
     made = Starlette(routes=[*routes(), Route("/v1/models", models), Route("/v1/chat/completions", chat, methods=["POST"])])
-    made.state.key, made.state.loading, made.state.asked = key, loading, []
+    made.state.key, made.state.loading, made.state.received = key, loading, []
     return made
 
 

@@ -1,4 +1,4 @@
-"""JSON schemas by chance, and texts by chance that a grammar allows."""
+"""Random JSON schemas, and random text that a grammar allows."""
 
 import random
 from collections.abc import Callable
@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from auraflux.run.grammar import Grammars
-from auraflux.run.tokenizer import Tokenizer
+from auraflux.tokenizer.grammar import GrammarCompiler
+from auraflux.tokenizer.tokenizer import Tokenizer
 
 WORDS = ["a", "city", "größe", "x-1", 'q"t', "n\\m", "two words"]
-# from where on the shortest way to the end is taken
+# tokens after which the walk heads for the end
 LONG = 120
 
 
-def schema_by_chance(rng: random.Random, depth: int = 0) -> dict[str, Any]:
-    """One schema; deeper ones are simpler."""
+def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    """Return a random schema; nested ones are simpler."""
     simple: list[Callable[[random.Random], dict[str, Any]]] = [_string, _number, _choice]
     made = rng.choice(simple if depth > 2 else [*simple, _array, _array, _object, _object, _any_of, _tree])
     return made(rng) if made in simple else made(rng, depth)  # type: ignore[call-arg]
@@ -55,8 +55,8 @@ def _choice(rng: random.Random) -> dict[str, Any]:
 def _array(rng: random.Random, depth: int) -> dict[str, Any]:
     least = rng.randint(0, 2)
     more: list[dict[str, Any]] = [
-        {"items": schema_by_chance(rng, depth + 1), "minItems": least, "maxItems": least + rng.randint(0, 2)},
-        {"prefixItems": [schema_by_chance(rng, depth + 1) for _ in range(2)], "items": False, "minItems": 1},
+        {"items": random_schema(rng, depth + 1), "minItems": least, "maxItems": least + rng.randint(0, 2)},
+        {"prefixItems": [random_schema(rng, depth + 1) for _ in range(2)], "items": False, "minItems": 1},
     ]
     return {"type": "array", **rng.choice(more)}
 
@@ -65,7 +65,7 @@ def _object(rng: random.Random, depth: int) -> dict[str, Any]:
     names = rng.sample(WORDS, rng.randint(0, 4))
     made = {
         "type": "object",
-        "properties": {name: schema_by_chance(rng, depth + 1) for name in names},
+        "properties": {name: random_schema(rng, depth + 1) for name in names},
         "required": rng.sample(names, rng.randint(0, len(names))),
     }
     more: list[dict[str, Any]] = [{}, {"additionalProperties": False}, {"additionalProperties": {"type": "integer"}}]
@@ -73,7 +73,7 @@ def _object(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _any_of(rng: random.Random, depth: int) -> dict[str, Any]:
-    return {"anyOf": [schema_by_chance(rng, depth + 1) for _ in range(rng.randint(1, 3))]}
+    return {"anyOf": [random_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))]}
 
 
 def _tree(rng: random.Random, depth: int) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _tree(rng: random.Random, depth: int) -> dict[str, Any]:
         return _object(rng, depth)
     node = {
         "type": "object",
-        "properties": {"value": schema_by_chance(rng, 2), "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+        "properties": {"value": random_schema(rng, 2), "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
         "required": ["value", "next"],
         "additionalProperties": False,
     }
@@ -89,17 +89,17 @@ def _tree(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 class Walker:
-    """Writes texts by chance."""
+    """Generator of random text under a grammar."""
 
     def __init__(self, tokenizer: Tokenizer, ends: tuple[int, ...]):
         self.tokenizer, self.ends = tokenizer, ends
-        self._grammars = Grammars(tokenizer, tokenizer.vocab_size, ends)
-        # what ends things, the surest first; in a string, where a letter may come, only a quote does
+        self._grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, ends)
+        # closing tokens, most effective first; inside a string only a quote closes
         self._quote, self._letter, *self._closing = (tokenizer.encode(text, special=False)[0] for text in '"z}]":')
         self._ink = {token for token in range(tokenizer.vocab_size) if tokenizer.piece(token).strip()}
 
     def walk(self, grammar: str, rng: random.Random, most: int = 400, last: tuple[int, ...] = ()) -> str | None:
-        """Give a text that the grammar allows; None where it did not end in time. `last` are tokens that end things, too."""
+        """Return random text that the grammar allows, or None if it did not end in time; `last` are further closing tokens."""
         matcher, text = self._grammars.matcher(grammar), []
         for step in range(most):
             if matcher.done:
@@ -116,7 +116,7 @@ class Walker:
         return self.tokenizer.decode(text, special=True)
 
     def _next(self, allowed: list[int], last: tuple[int, ...], rng: random.Random) -> int:
-        """The token that ends most; where none does, one that is not white space."""
+        """Return the best closing token, else a random one that is not white space."""
         closing = [self._quote] if self._letter in allowed else self._closing
         closing = [token for token in (*self.ends, *last, *closing) if token in allowed]
         return closing[0] if closing else rng.choice([token for token in allowed if token in self._ink] or allowed)

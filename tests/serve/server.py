@@ -1,4 +1,4 @@
-"""Servers with a tiny model behind them: in this process, so that a test can look inside, or as the command that users run."""
+"""Servers with a tiny model: in this process, where tests can inspect them, or as the `auraflux serve` command."""
 
 import asyncio
 import multiprocessing
@@ -20,16 +20,16 @@ from typing import Any
 import httpx
 
 import auraflux
-from auraflux.run.language import LanguageModel
-from auraflux.run.scheduler import Scheduler
-from auraflux.serve import desk, front
-from auraflux.serve.desk import Desk, facts_of
-from auraflux.serve.front import FrontSettings
-from tests.run.tiny import tiny
+from auraflux.loading.language_model import LanguageModel
+from auraflux.scheduler.scheduler import Scheduler
+from auraflux.serve.transport import http_process, model_process
+from auraflux.serve.transport.http_process import HttpSettings
+from auraflux.serve.transport.model_process import ModelProcess, facts_of
+from tests.engine.tiny import tiny
 
 NAME = "tiny"
 LISTENING = re.compile(r"listening on (http://\S+)")
-PATIENCE_S = 120.0  # for what takes a second where nothing else runs
+TIMEOUT_S = 120.0  # generous, for a loaded machine
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Served:
 
     url: str
     model: LanguageModel
-    desk: Desk
+    process: ModelProcess
 
     @property
     def scheduler(self) -> Scheduler:
@@ -46,52 +46,52 @@ class Served:
 
 
 @contextmanager
-def fronted(connection: Connection, settings: FrontSettings, buffer_nbytes: int | None = None) -> Iterator[str]:
-    """Answer HTTP in a thread, for the model at the other end of a pipe; whoever has that end must tell it to stop.
+def http_server(connection: Connection, settings: HttpSettings, buffer_nbytes: int | None = None) -> Iterator[str]:
+    """Run the HTTP server in a thread, connected to a model process; that process must stop it.
 
-    buffer_nbytes  that the system takes of what a client has not read yet
+    buffer_nbytes  of the socket's send buffer
     """
     listening = socket.create_server(("127.0.0.1", 0))
     if buffer_nbytes is not None:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_nbytes)
-    answering = threading.Thread(target=lambda: asyncio.run(front.serve(connection, listening, settings)))
-    answering.start()
+    thread = threading.Thread(target=lambda: asyncio.run(http_process.serve(connection, listening, settings)))
+    thread.start()
     try:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
-        answering.join()
+        thread.join()
         listening.close()
         connection.close()
 
 
 @contextmanager
 def running(
-    path: Path | None = None, *, settings: FrontSettings | None = None, buffer_nbytes: int | None = None, **options: Any
+    path: Path | None = None, *, settings: HttpSettings | None = None, buffer_nbytes: int | None = None, **options: Any
 ) -> Iterator[Served]:
-    """Serve a model; `options` are those of `load`. All is closed at the end, texts that are not finished too."""
-    model = auraflux.load(path or tiny(), "cpu", exact=True, **{"context": 512, "sequences": 4, **options})
+    """Serve a model loaded with `options`; at the end, cancel what runs and close everything."""
+    model = auraflux.load(path or tiny(), "cpu", exact=True, **{"context": 512, "max_sequences": 4, **options})
     ours, theirs = multiprocessing.Pipe()
     with ExitStack() as stack:
         stack.callback(ours.close)
-        stack.enter_context(hasty())
-        counter = Desk(model, ours, facts_of(model, NAME))
-        turns = threading.Thread(target=counter.run)
-        turns.start()
-        stack.callback(turns.join)
-        url = stack.enter_context(fronted(theirs, settings or FrontSettings(grace_s=0.5), buffer_nbytes))
-        stack.callback(counter.stop)
+        stack.enter_context(short_idle_time())
+        process = ModelProcess(model, ours, facts_of(model, NAME))
+        steps = threading.Thread(target=process.run)
+        steps.start()
+        stack.callback(steps.join)
+        url = stack.enter_context(http_server(theirs, settings or HttpSettings(grace_s=0.5), buffer_nbytes))
+        stack.callback(process.stop)
         wait_until(lambda: is_ready(url))
-        yield Served(url, model, counter)
+        yield Served(url, model, process)
 
 
 @contextmanager
-def hasty() -> Iterator[None]:
-    """Let a desk notice sooner that nobody is there."""
-    before, desk.IDLE_S = desk.IDLE_S, 0.05
+def short_idle_time() -> Iterator[None]:
+    """Shorten the idle wait, so that the model process notices a closed connection sooner."""
+    before, model_process.IDLE_S = model_process.IDLE_S, 0.05
     try:
         yield
     finally:
-        desk.IDLE_S = before
+        model_process.IDLE_S = before
 
 
 def is_ready(url: str) -> bool:
@@ -101,17 +101,17 @@ def is_ready(url: str) -> bool:
         return False
 
 
-def wait_until(found: Any, patience_s: float = PATIENCE_S) -> None:
-    """Wait for something that is sure to come; AssertionError if it does not."""
-    end = time.monotonic() + patience_s
-    while not found():
-        assert time.monotonic() < end, f"not so after {patience_s} s"
+def wait_until(condition: Any, timeout_s: float = TIMEOUT_S) -> None:
+    """Wait for a condition; raise AssertionError at the timeout."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"condition not met after {timeout_s} s"
         time.sleep(0.01)
 
 
 @dataclass
 class Process:
-    """The command `auraflux serve`, with all it has written to stderr so far."""
+    """The `auraflux serve` command, with its stderr so far."""
 
     popen: subprocess.Popen[str]
     lines: list[str] = field(default_factory=list)
@@ -129,12 +129,12 @@ class Process:
 
     @property
     def children(self) -> list[int]:
-        """The processes of its group that are alive, without itself."""
+        """Live processes of its group, without itself."""
         return [number for number in _group(self.popen.pid) if number != self.popen.pid]
 
     @property
     def http(self) -> int:
-        """The number of the process that answers HTTP."""
+        """Process id of the HTTP process."""
         wait_until(lambda: any("spawn_main" in _command(number) for number in self.children))
         return next(number for number in self.children if "spawn_main" in _command(number))
 
@@ -143,41 +143,41 @@ class Process:
         assert self.popen.poll() is None, self.log
         return self
 
-    def tell(self, number: int) -> None:
+    def signal(self, number: int) -> None:
         self.popen.send_signal(number)
 
-    def tell_all(self, number: int) -> None:
-        """Signal all its processes, as a terminal and systemd do."""
+    def signal_all(self, number: int) -> None:
+        """Signal the whole process group, as a terminal and systemd do."""
         os.killpg(self.popen.pid, number)
 
     def end(self) -> int:
-        """Wait for it to end, with all it has started, and give its exit code."""
-        code = self.popen.wait(PATIENCE_S)
+        """Wait for it and its children to end, and return its exit code."""
+        code = self.popen.wait(TIMEOUT_S)
         wait_until(lambda: not _group(self.popen.pid))
         return code
 
 
 @contextmanager
 def process(*options: str, model: str | None = None) -> Iterator[Process]:
-    """Run the command on the tiny model, on any port unless `options` name one. It is killed at the end if it still runs."""
+    """Run the command on the tiny model, on a free port unless `options` name one; kill it at the end if it still runs."""
     port = () if "--port" in options else ("--port", "0")
     command = [sys.executable, "-m", "auraflux", "serve", model or str(tiny()), "--device", "cpu", *port, *options]
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=root, start_new_session=True) as popen:
-        made = Process(popen)
-        reading = threading.Thread(target=lambda: made.lines.extend(popen.stderr or ()))
+        started = Process(popen)
+        reading = threading.Thread(target=lambda: started.lines.extend(popen.stderr or ()))
         reading.start()
         try:
-            yield made
+            yield started
         finally:
             if _group(popen.pid):
-                made.tell_all(signal.SIGKILL)
+                started.signal_all(signal.SIGKILL)
             popen.wait()
             reading.join()
 
 
 def _group(leader: int) -> list[int]:
-    """The processes of a group that have not ended."""
+    """Return the live processes of a group."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

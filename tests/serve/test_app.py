@@ -1,4 +1,4 @@
-"""The server around the APIs: who may ask, what is wrong with a body, clients that leave, figures, readiness."""
+"""The server around the APIs: authentication, invalid bodies, disconnects, metrics, readiness."""
 
 import asyncio
 import json
@@ -13,11 +13,11 @@ import pytest
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 
-from auraflux.serve import stream
 from auraflux.serve.app import make_app
-from auraflux.serve.guard import LOOPBACK, Access
+from auraflux.serve.auth import LOOPBACK, Access
 from auraflux.serve.limits import Limits
 from auraflux.serve.service import Service
+from auraflux.serve.transport import sse
 from tests.serve.fake_link import FakeLink, Script, serving
 
 CHAT = "/v1/chat/completions"
@@ -46,8 +46,17 @@ def client_of(link: FakeLink | None = None, access: Access | None = None, limits
     ],
     ids=lambda body: repr(body[:70]),
 )
-def test_a_body_that_is_wrong_is_told_so(body: bytes):
-    for path in (CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize", "/v1/experts/deal"):
+def test_invalid_body_is_refused(body: bytes):
+    for path in (
+        CHAT,
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/tokenize",
+        "/detokenize",
+        "/v1/experts/placement",
+        "/v1/experts/deal",
+    ):
         answer = client_of().post(path, content=body)
         assert answer.status_code == 400, path
         assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -56,7 +65,7 @@ def test_a_body_that_is_wrong_is_told_so(body: bytes):
 @pytest.mark.parametrize(
     ("field", "value"), [("temperature", b"1e999"), ("seed", b"9" * 4000), ("max_tokens", b"9" * 20), ("n", b"1.5")]
 )
-def test_a_number_that_cannot_be_is_told_so(field: str, value: bytes):
+def test_out_of_range_number_is_refused(field: str, value: bytes):
     body = b'{"messages": [{"role": "user", "content": "x"}], "prompt": "x", "%s": %s}' % (field.encode(), value)
     for path in (CHAT, "/v1/completions"):
         answer = client_of().post(path, content=body)
@@ -64,7 +73,7 @@ def test_a_number_that_cannot_be_is_told_so(field: str, value: bytes):
 
 
 @pytest.mark.parametrize(
-    ("path", "field", "value", "said"),
+    ("path", "field", "value", "message"),
     [
         (CHAT, "stop", 3, "stop: Input should be a valid string or a valid list."),
         (CHAT, "stop", ["a", 3], "stop.1: Input should be a valid string."),
@@ -73,19 +82,19 @@ def test_a_number_that_cannot_be_is_told_so(field: str, value: bytes):
         ("/v1/completions", "prompt", None, "prompt: Input should be a valid string or a valid list."),
     ],
 )
-def test_a_field_of_several_kinds_is_told_by_its_name(path: str, field: str, value: Any, said: str):
+def test_union_field_error_names_the_field(path: str, field: str, value: Any, message: str):
     error = client_of().post(path, json={**HELLO, "prompt": "x", field: value}).json()["error"]
-    assert (error["message"], error["param"]) == (said, said.split(":")[0])
+    assert (error["message"], error["param"]) == (message, message.split(":")[0])
 
 
-def test_a_request_without_a_name_is_for_the_one_model_there_is():
-    asked = {CHAT: HELLO, "/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}
-    asked |= {"/v1/messages": {**HELLO, "max_tokens": 5}, "/v1/messages/count_tokens": HELLO}
-    for path, body in asked.items():
+def test_missing_model_name_selects_the_served_model():
+    bodies = {CHAT: HELLO, "/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}
+    bodies |= {"/v1/messages": {**HELLO, "max_tokens": 5}, "/v1/messages/count_tokens": HELLO}
+    for path, body in bodies.items():
         assert client_of().post(path, json=body).status_code == 200, path
 
 
-def test_a_body_that_is_too_large_is_not_read_whole():
+def test_large_body_is_refused_before_it_is_read():
     read = 0
 
     def parts() -> Iterator[bytes]:
@@ -101,7 +110,7 @@ def test_a_body_that_is_too_large_is_not_read_whole():
     assert "5000 bytes" in answer.json()["error"]["message"]
 
 
-def test_paths_and_methods_that_are_not_there():
+def test_unknown_paths_and_methods():
     client = client_of()
     assert client.get("/v2/nothing").json()["error"]["type"] == "not_found_error"
     answer = client.get(CHAT)
@@ -110,7 +119,7 @@ def test_paths_and_methods_that_are_not_there():
     assert client.get("/v1/messages").json()["type"] == "error"
 
 
-def test_an_exception_tells_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_unexpected_exception_reveals_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     def broken(*given: Any) -> None:
         raise KeyError("/srv/secret")
 
@@ -124,7 +133,7 @@ def test_an_exception_tells_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         assert "KeyError" in caplog.text
 
 
-def test_every_answer_has_an_id_and_prompts_are_not_logged(caplog: pytest.LogCaptureFixture):
+def test_request_id_and_log_without_prompts(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.DEBUG)
     client = client_of()
     answer = client.post(CHAT, json=HELLO, headers={"x-request-id": "mine-1"})
@@ -136,7 +145,7 @@ def test_every_answer_has_an_id_and_prompts_are_not_logged(caplog: pytest.LogCap
     assert "xylophone" not in caplog.text
 
 
-def test_a_key_opens_all_but_what_must_be_open():
+def test_key_is_required_except_on_public_paths():
     client = client_of(access=Access(keys=("first", "schlüssel")))
     for path in ("/health", "/ready", "/"):
         assert client.get(path).status_code == 200
@@ -150,7 +159,7 @@ def test_a_key_opens_all_but_what_must_be_open():
     assert client.get("/v1/models", headers={"authorization": "Basic first"}).status_code == 401
 
 
-def test_callers_are_told_apart_for_the_queue():
+def test_callers_are_separate_users_of_the_queue():
     link = FakeLink()
     client = client_of(link, Access(keys=("one", "two")))
     for key, user in (("one", None), ("two", None), ("two", "ann")):
@@ -164,21 +173,21 @@ def test_callers_are_told_apart_for_the_queue():
 @pytest.mark.parametrize(
     ("host", "status"), [("localhost:80", 200), ("127.0.0.1", 200), ("[::1]:8000", 200), ("evil.test", 403)]
 )
-def test_a_loopback_server_has_no_other_name(host: str, status: int):
+def test_loopback_server_checks_the_host_header(host: str, status: int):
     assert client_of(access=Access(hosts=LOOPBACK)).get("/health", headers={"host": host}).status_code == status
 
 
-def test_other_origins_only_when_named():
-    asked = {"origin": "https://chat.test", "access-control-request-method": "POST"}
-    assert client_of().options(CHAT, headers=asked).status_code == 405
-    assert "access-control-allow-origin" not in client_of().get("/health", headers=asked).headers
+def test_cors_only_for_configured_origins():
+    preflight = {"origin": "https://chat.test", "access-control-request-method": "POST"}
+    assert client_of().options(CHAT, headers=preflight).status_code == 405
+    assert "access-control-allow-origin" not in client_of().get("/health", headers=preflight).headers
     client = client_of(access=Access(keys=("k",), origins=("https://chat.test",)))
-    assert client.options(CHAT, headers=asked).headers["access-control-allow-origin"] == "https://chat.test"
-    assert client.get("/v1/models", headers=asked).headers["access-control-allow-origin"] == "https://chat.test"
-    assert client.options(CHAT, headers={**asked, "origin": "https://evil.test"}).status_code == 400
+    assert client.options(CHAT, headers=preflight).headers["access-control-allow-origin"] == "https://chat.test"
+    assert client.get("/v1/models", headers=preflight).headers["access-control-allow-origin"] == "https://chat.test"
+    assert client.options(CHAT, headers={**preflight, "origin": "https://evil.test"}).status_code == 400
 
 
-def test_alive_is_not_ready_while_weights_load():
+def test_health_and_readiness_while_loading():
     link = FakeLink(ready=False)
     client = client_of(link)
     assert client.get("/health").status_code == 200
@@ -191,12 +200,12 @@ def test_alive_is_not_ready_while_weights_load():
     assert client.get("/ready").status_code == 200
 
 
-def test_the_process_that_answers_does_not_import_torch():
+def test_http_process_does_not_import_torch():
     code = "import sys, auraflux.serve.app; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_metrics_have_the_names_dashboards_know():
+def test_metric_names():
     client = client_of(FakeLink("one two three"))
     client.post(CHAT, json=HELLO)
     text = client.get("/metrics").text
@@ -214,24 +223,24 @@ def test_metrics_have_the_names_dashboards_know():
         'auraflux:request_success_total{finished_reason="stop",model_name="toy/model"} 1.0',
         f"auraflux:spec_decode_num_draft_tokens_total{label} 20.0",
         f"auraflux:spec_decode_num_accepted_tokens_total{label} 15.0",
-        f"auraflux:expert_hits_total{label} 6.0",
+        f"auraflux:expert_cache_hits_total{label} 6.0",
     ):
         assert line in text
     tokens = next(line for line in text.splitlines() if line.startswith("auraflux:generation_tokens_total"))
     between = next(line for line in text.splitlines() if line.startswith("auraflux:inter_token_latency_seconds_count"))
-    # those that come with the first token have no token before them to wait for
+    # tokens in the first output have no inter-token latency
     first = len(FakeLink().tokenizer.encode("one"))
     assert float(tokens.split()[-1]) - first == float(between.split()[-1]) > 0
 
 
 async def drive(app: ASGIApp, body: dict[str, Any], send: Callable[[Any], Awaitable[None]], left: asyncio.Event) -> None:
-    """Ask the application as a server does, for a client that leaves when told to."""
+    """Call the application as a server does, for a client that disconnects when `left` is set."""
     scope = {"type": "http", "method": "POST", "path": CHAT, "raw_path": CHAT.encode(), "headers": [], "query_string": b""}
-    asked = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
     async def receive() -> Any:
-        if asked:
-            return asked.pop()
+        if messages:
+            return messages.pop()
         await left.wait()
         return {"type": "http.disconnect"}
 
@@ -239,7 +248,7 @@ async def drive(app: ASGIApp, body: dict[str, Any], send: Callable[[Any], Awaita
 
 
 @pytest.mark.parametrize("more", [{}, {"stream": True}, {"stream": True, "n": 2}], ids=str)
-def test_a_client_that_leaves_cancels_its_answers(more: dict[str, Any]):
+def test_disconnect_cancels_requests(more: dict[str, Any]):
     link = FakeLink(STALL)
     service = Service(link)
 
@@ -252,7 +261,7 @@ def test_a_client_that_leaves_cancels_its_answers(more: dict[str, Any]):
         async def leave() -> None:
             while not left.is_set():
                 await asyncio.sleep(0.001)
-                if link.writings and all(writing.events == 2 for writing in link.writings):
+                if link.streams and all(stream.outputs == 2 for stream in link.streams):
                     left.set()
 
         leaving = asyncio.ensure_future(leave())
@@ -260,12 +269,12 @@ def test_a_client_that_leaves_cancels_its_answers(more: dict[str, Any]):
         await leaving
 
     asyncio.run(run())
-    assert len(link.writings) == more.get("n", 1)
-    assert all(writing.cancelled for writing in link.writings)
+    assert len(link.streams) == more.get("n", 1)
+    assert all(stream.cancelled for stream in link.streams)
     assert service.active == 0
 
 
-def test_a_client_that_reads_nothing_holds_up_nothing():
+def test_stalled_client_is_dropped():
     link = FakeLink(Script(tuple("x" * 1000)))
     service = Service(link, Limits(idle_s=0.05))
     sent = []
@@ -276,25 +285,25 @@ def test_a_client_that_reads_nothing_holds_up_nothing():
             await asyncio.Event().wait()
 
     asyncio.run(drive(make_app(service), {**HELLO, "stream": True}, send, asyncio.Event()))
-    assert link.writings[0].cancelled
-    # what nobody reads is not made
-    assert link.writings[0].events < 10
+    assert link.streams[0].cancelled
+    # output that nobody reads is not generated
+    assert link.streams[0].outputs < 10
     assert service.active == 0
 
 
-def test_a_client_that_waits_long_hears_that_the_server_is_alive(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stream, "ALIVE_S", 0.01)
+def test_keep_alive_comments(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sse, "ALIVE_S", 0.01)
     left = asyncio.Event()
 
     async def send(message: Any) -> None:
-        if message.get("body") == stream.ALIVE:
+        if message.get("body") == sse.ALIVE:
             left.set()
 
     asyncio.run(drive(make_app(Service(FakeLink(STALL))), {**HELLO, "stream": True}, send, left))
     assert left.is_set()
 
 
-def test_draining_finishes_what_was_begun_and_takes_nothing_new():
+def test_drain_finishes_running_requests_and_refuses_new_ones():
     link = FakeLink(STALL)
     service = Service(link)
     app = make_app(service)
@@ -304,8 +313,8 @@ def test_draining_finishes_what_was_begun_and_takes_nothing_new():
         bodies.append(message.get("body", b""))
 
     async def run() -> None:
-        asked = asyncio.ensure_future(drive(app, {**HELLO, "stream": True}, send, asyncio.Event()))
-        while not link.writings or link.writings[0].events < 2:
+        running = asyncio.ensure_future(drive(app, {**HELLO, "stream": True}, send, asyncio.Event()))
+        while not link.streams or link.streams[0].outputs < 2:
             await asyncio.sleep(0.001)
         draining = asyncio.ensure_future(service.drain(0.02))
         await asyncio.sleep(0)
@@ -315,28 +324,28 @@ def test_draining_finishes_what_was_begun_and_takes_nothing_new():
             assert (refused.status_code, (await client.get("/ready")).status_code) == (503, 503)
             assert (await client.get("/health")).status_code == 200
         await draining
-        await asked
+        await running
 
     asyncio.run(run())
     assert service.active == 0
     assert b"stopped by the server" in b"".join(bodies)
 
 
-def test_over_a_real_connection_a_client_that_leaves_is_noticed():
+def test_disconnect_over_a_real_connection():
     link = FakeLink(STALL)
     service = Service(link)
     with serving(make_app(service)) as url:
         with httpx.stream("POST", url + CHAT, json={**HELLO, "stream": True}) as answer:
             assert next(answer.iter_lines()).startswith("data: ")
         for _ in range(1000):
-            if link.writings[0].cancelled and not service.active:
+            if link.streams[0].cancelled and not service.active:
                 break
             httpx.get(url + "/health")
-    assert link.writings[0].cancelled
+    assert link.streams[0].cancelled
     assert service.active == 0
 
 
-def test_an_error_quotes_only_so_much_of_a_request():
+def test_error_message_is_truncated():
     parts = [{"type": "x" * 5000, "text": "hi"}]
     answer = client_of().post(CHAT, json={"messages": [{"role": "user", "content": parts}]})
     assert answer.status_code == 400

@@ -1,4 +1,4 @@
-"""The clients people have, unchanged: OpenAI's own and LangChain's, over a real connection."""
+"""Unmodified clients over a real connection: OpenAI's and LangChain's."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
 from auraflux.serve.app import make_app
-from auraflux.serve.guard import Access
+from auraflux.serve.auth import Access
 from auraflux.serve.service import Service
 from tests.serve.fake_link import NAME, FakeLink, Script, serving
 
@@ -55,7 +55,7 @@ def link(served: tuple[FakeLink, str]) -> FakeLink:
     link = served[0]
     link.room = None
     link.requests.clear()
-    link.write("Hello there!")
+    link.play("Hello there!")
     return link
 
 
@@ -65,7 +65,7 @@ def client(served: tuple[FakeLink, str], link: FakeLink) -> Iterator[openai.Open
         yield client
 
 
-# models of one address share a connection, so it is closed only once
+# clients of one URL share a connection, which is closed once
 @pytest.fixture(scope="module")
 def langchain(served: tuple[FakeLink, str]) -> Iterator[ChatOpenAI]:
     model = ChatOpenAI(base_url=served[1], api_key=KEY, model=NAME, max_retries=0)
@@ -82,7 +82,7 @@ def test_chat(client: openai.OpenAI):
 
 
 def test_chat_streamed(client: openai.OpenAI, link: FakeLink):
-    link.write(THOUGHT)
+    link.play(THOUGHT)
     stream = client.chat.completions.create(
         model=NAME, messages=HELLO, stream=True, stream_options={"include_usage": True}, extra_body={"min_p": 0.1}
     )
@@ -96,8 +96,8 @@ def test_chat_streamed(client: openai.OpenAI, link: FakeLink):
     assert link.requests[0].sampling.min_p == 0.1
 
 
-def test_the_stream_helper_gathers_an_answer(client: openai.OpenAI, link: FakeLink):
-    link.write(CALL)
+def test_stream_helper(client: openai.OpenAI, link: FakeLink):
+    link.play(CALL)
     with client.chat.completions.stream(
         model=NAME, messages=HELLO, tools=[openai.pydantic_function_tool(Trip, name="weather")]
     ) as stream:
@@ -108,7 +108,7 @@ def test_the_stream_helper_gathers_an_answer(client: openai.OpenAI, link: FakeLi
 
 
 def test_calls_round_trip(client: openai.OpenAI, link: FakeLink):
-    link.write(CALL, "Rain.")
+    link.play(CALL, "Rain.")
     first = client.chat.completions.create(model=NAME, messages=HELLO, tools=[WEATHER], tool_choice="required")
     message = first.choices[0].message
     assert first.choices[0].finish_reason == "tool_calls"
@@ -121,7 +121,7 @@ def test_calls_round_trip(client: openai.OpenAI, link: FakeLink):
 
 
 def test_structured_output(client: openai.OpenAI, link: FakeLink):
-    link.write(TRIP.model_dump_json())
+    link.play(TRIP.model_dump_json())
     answer = client.chat.completions.parse(model=NAME, messages=HELLO, response_format=Trip)
     assert answer.choices[0].message.parsed == TRIP
     assert link.requests[0].sampling.grammar
@@ -144,7 +144,7 @@ def test_completions_and_models(client: openai.OpenAI):
     assert client.models.retrieve(NAME).id == NAME
 
 
-def test_errors_are_those_the_client_knows(client: openai.OpenAI, link: FakeLink):
+def test_client_error_classes(client: openai.OpenAI, link: FakeLink):
     with pytest.raises(openai.NotFoundError, match="not served here"):
         client.chat.completions.create(model="other", messages=HELLO)
     with pytest.raises(openai.BadRequestError, match="temperature") as refused:
@@ -153,7 +153,7 @@ def test_errors_are_those_the_client_knows(client: openai.OpenAI, link: FakeLink
     assert refused.value.request_id
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
-    link.write(Script(("Hel",), "error", "The GPU is gone."))
+    link.play(Script(("Hel",), "error", "The GPU is gone."))
     with pytest.raises(openai.InternalServerError, match="The GPU is gone"):
         client.chat.completions.create(model=NAME, messages=HELLO)
     with pytest.raises(openai.APIError, match="The GPU is gone"):
@@ -163,7 +163,7 @@ def test_errors_are_those_the_client_knows(client: openai.OpenAI, link: FakeLink
         client.chat.completions.create(model=NAME, messages=HELLO)
 
 
-def test_the_async_client(served: tuple[FakeLink, str], link: FakeLink):
+def test_async_client(served: tuple[FakeLink, str], link: FakeLink):
     async def ask() -> list[str]:
         async with openai.AsyncOpenAI(base_url=served[1], api_key=KEY) as client:
             whole = client.chat.completions.create(model=NAME, messages=HELLO)
@@ -182,15 +182,15 @@ def test_langchain_invoke_and_stream(langchain: ChatOpenAI, link: FakeLink):
 
 
 def test_langchain_structured_output(langchain: ChatOpenAI, link: FakeLink):
-    link.write(TRIP.model_dump_json())
+    link.play(TRIP.model_dump_json())
     assert langchain.with_structured_output(Trip).invoke("Plan a trip.") == TRIP
     assert link.requests[0].sampling.grammar
-    link.write(CALL.replace("weather", "Trip"))
+    link.play(CALL.replace("weather", "Trip"))
     assert langchain.with_structured_output(Trip, method="function_calling").invoke("Plan a trip.") == TRIP
 
 
 def test_langchain_tools(langchain: ChatOpenAI, link: FakeLink):
-    link.write(CALL)
+    link.play(CALL)
     bound = langchain.bind_tools([weather])
     [call] = bound.invoke("Will it rain?").tool_calls
     assert (call["name"], call["args"]) == ("weather", {"place": "Bonn", "days": 2})

@@ -1,8 +1,10 @@
-"""The chat page as it is served: its headers, and what its files may and may not hold."""
+"""The chat page over HTTP: its headers, and what its files may and may not contain."""
 
+import posixpath
 import re
 import tomllib
 from fnmatch import fnmatch
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,16 @@ import auraflux.serve.page
 from tests.serve.page_stub import stub
 
 ROOT = Path(auraflux.serve.page.__file__).parent / "static"
-FILES = sorted(ROOT.iterdir())
-SCRIPTS = [path for path in FILES if path.suffix == ".js"]
+VENDOR = ROOT / "vendor"
+FILES = sorted(path for path in ROOT.rglob("*") if path.is_file())
+OWN = [path for path in FILES if path.parent != VENDOR]
+SCRIPTS = [path for path in OWN if path.suffix == ".js"]
 HTML = (ROOT / "index.html").read_text()
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +33,16 @@ def client():
 
 
 def path_of(file: Path) -> str:
-    return "/" if file.name == "index.html" else f"/static/{file.name}"
+    return "/" if file.name == "index.html" else f"/static/{name_of(file)}"
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+@pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_every_file_is_served_whole_with_its_type(client, file):
     response = client.get(path_of(file))
     assert response.status_code == 200
     assert response.content == file.read_bytes()
-    assert response.headers["content-type"].partition(";")[0] == TYPES[file.suffix]
+    if file.suffix in TYPES:
+        assert response.headers["content-type"].partition(";")[0] == TYPES[file.suffix]
 
 
 @pytest.mark.parametrize("path", ["/", "/static/app.js", "/static/nothing.js"])
@@ -45,6 +54,7 @@ def test_headers_allow_nothing_from_elsewhere(client, path):
     assert policy["img-src"] == "'self' data:"
     assert policy["base-uri"] == policy["form-action"] == policy["frame-ancestors"] == "'none'"
     assert policy["require-trusted-types-for"] == "'script'"
+    assert policy["trusted-types"] == "'none'"
     assert "unsafe" not in headers["content-security-policy"]
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["referrer-policy"] == "no-referrer"
@@ -59,12 +69,23 @@ def test_a_copy_that_is_still_good_is_not_sent_again(client):
     assert client.get("/static/app.js", headers={"if-none-match": '"other"'}).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/static/nothing.js", "/static/", "/static/../__init__.py", "/static/%2e%2e%2f__init__.py"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/nothing.js",
+        "/static/",
+        "/static/../__init__.py",
+        "/static/%2e%2e%2f__init__.py",
+        "/static/vendor",
+        "/static/vendor/../../__init__.py",
+        "/static/marked.esm.js",
+    ],
+)
 def test_only_files_of_the_page_are_served(client, path):
     assert client.get(path).status_code == 404
 
 
-@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.name)
+@pytest.mark.parametrize("file", SCRIPTS, ids=name_of)
 def test_scripts_cannot_turn_text_into_markup_or_code(file):
     text = file.read_text()
     for word in (
@@ -80,7 +101,7 @@ def test_scripts_cannot_turn_text_into_markup_or_code(file):
         assert word not in text
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+@pytest.mark.parametrize("file", OWN, ids=name_of)
 def test_files_name_no_other_host(file):
     addresses = re.findall(r"(?:https?:)?//[a-z0-9-]+\.[a-z0-9.-]+", file.read_text())
     assert {address for address in addresses if address != "http://www.w3.org"} == set()
@@ -94,8 +115,22 @@ def test_html_holds_no_code_and_no_style():
 def test_every_file_that_is_named_exists_and_every_file_is_named():
     named = set(re.findall(r'(?:src|href)="static/([^"]+)"', HTML)) | {"index.html"}
     for script in SCRIPTS:
-        named |= set(re.findall(r'from "\./([^"]+)"', script.read_text()))
-    assert named == {file.name for file in FILES}
+        imports = re.findall(r'(?:from|import) "(\.[^"]+)"', script.read_text())
+        named |= {posixpath.normpath(posixpath.join(posixpath.dirname(name_of(script)), path)) for path in imports}
+    assert named == {name_of(file) for file in FILES if file.suffix in TYPES}
+
+
+def test_vendored_files_are_those_of_the_table():
+    rows = re.findall(r"^\| `([^`]+)` .*, `([^`]+)` \| `(\w+)` \|$", (VENDOR / "README.md").read_text(), re.M)
+    assert {name: digest for name, _, digest in rows} == {
+        file.name: sha256(file.read_bytes()).hexdigest() for file in VENDOR.glob("*.js")
+    }
+    assert {licence for _, licence, _ in rows} == {file.name for file in VENDOR.glob("*.LICENSE")}
+
+
+def test_vendored_files_keep_their_licence_headers():
+    assert "MIT License" in (VENDOR / "marked.esm.js").read_text()[:300]
+    assert "@license DOMPurify" in (VENDOR / "purify.min.js").read_text()[:300]
 
 
 def test_scripts_use_only_elements_and_icons_that_exist():
@@ -112,8 +147,13 @@ def test_every_file_is_packaged():
         pytest.skip("the package is installed without its sources")
     patterns = tomllib.loads(pyproject.read_text())["tool"]["setuptools"]["package-data"]["auraflux"]
     for file in FILES:
-        assert any(fnmatch(f"serve/page/static/{file.name}", pattern) for pattern in patterns)
+        assert any(_matches(f"serve/page/static/{name_of(file)}", pattern) for pattern in patterns)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Match as setuptools does: `*` stays within one folder, `**` does not."""
+    return fnmatch(path, pattern) if "**" in pattern else path.count("/") == pattern.count("/") and fnmatch(path, pattern)
 
 
 def test_files_are_short():
-    assert {file.name: n for file in FILES if (n := len(file.read_text().splitlines())) > 300} == {}
+    assert {file.name: n for file in OWN if (n := len(file.read_text().splitlines())) > 300} == {}

@@ -1,4 +1,4 @@
-"""A whole server with a tiny model: through every API a client gets what the model writes when it is asked alone."""
+"""A server with a tiny model: every API returns the output that the model generates alone."""
 
 import math
 import multiprocessing
@@ -16,12 +16,12 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
 import auraflux
-from auraflux.cache.radix import common_length
-from auraflux.run.language import LanguageModel
-from auraflux.serve.front import FrontSettings
-from auraflux.serve.pipe import STOP
-from tests.run.tiny import tiny
-from tests.serve.server import NAME, Served, fronted, running, wait_until
+from auraflux.cache.prefix.radix import common_length
+from auraflux.loading.language_model import LanguageModel
+from auraflux.serve.transport.http_process import HttpSettings
+from auraflux.serve.transport.pipe import STOP
+from tests.engine.tiny import tiny
+from tests.serve.server import NAME, Served, http_server, running, wait_until
 
 HELLO = [{"role": "user", "content": "The quick brown fox jumps."}]
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0}
@@ -36,12 +36,12 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def alone() -> LanguageModel:
-    return auraflux.load(tiny(), "cpu", exact=True, context=512, sequences=1)
+    return auraflux.load(tiny(), "cpu", exact=True, context=512, max_sequences=1)
 
 
 @pytest.fixture(autouse=True)
 def _fresh(request: pytest.FixtureRequest) -> None:
-    """Let each test find nothing that another left in the cache."""
+    """Clear the prefix cache between tests."""
     if "served" in request.fixturenames:
         request.getfixturevalue("served").model.reset()
         request.getfixturevalue("alone").reset()
@@ -108,35 +108,35 @@ def test_messages(claude: anthropic.Anthropic, alone: LanguageModel):
 
 
 def _claude() -> dict[str, Any]:
-    # this client no longer has a parameter for it
+    # the client has no parameter for it any more
     return {"model": NAME, "extra_body": {"temperature": 0}}
 
 
-def test_the_second_turn_finds_the_first(client: openai.OpenAI, alone: LanguageModel):
+def test_second_request_hits_the_prefix_cache(client: openai.OpenAI, alone: LanguageModel):
     first = client.chat.completions.create(messages=HELLO, max_tokens=16, **GREEDY)
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     answer = {"role": "assistant", "content": first.choices[0].message.content}
-    turns = [*HELLO, answer, {"role": "user", "content": "And then?"}]
-    second = client.chat.completions.create(messages=turns, max_tokens=16, **GREEDY)
-    # all but the token chosen last was read
+    messages = [*HELLO, answer, {"role": "user", "content": "And then?"}]
+    second = client.chat.completions.create(messages=messages, max_tokens=16, **GREEDY)
+    # the last generated token is not in the cache
     before = alone.chat_ids(HELLO) + list(alone.tokens(alone.chat_ids(HELLO), max_tokens=16))[:-1]
-    assert second.usage.prompt_tokens_details.cached_tokens == common_length(before, alone.chat_ids(turns)) > 20
-    assert second.choices[0].message.content == written(alone, alone.chat_ids(turns), max_tokens=16)
+    assert second.usage.prompt_tokens_details.cached_tokens == common_length(before, alone.chat_ids(messages)) > 20
+    assert second.choices[0].message.content == written(alone, alone.chat_ids(messages), max_tokens=16)
 
 
-def test_several_answers_share_their_prompt(client: openai.OpenAI, served: Served, alone: LanguageModel):
+def test_n_choices_share_their_prompt(client: openai.OpenAI, served: Served, alone: LanguageModel):
     counts, length = served.scheduler.counts, len(alone.tokenizer.encode(LONG))
-    looked_up, found = counts.looked_up, counts.found
+    looked_up, found = counts.queried_tokens, counts.hit_tokens
     several = client.completions.create(model=NAME, prompt=LONG, max_tokens=12, n=3, seed=7)
     assert [each.text for each in several.choices] == [
         written(alone, LONG, max_tokens=12, temperature=1.0, seed=seed) for seed in (7, 8, 9)
     ]
-    assert counts.looked_up - looked_up == 3 * (length - 1)
-    assert counts.found - found == 2 * (length - 1)
+    assert counts.queried_tokens - looked_up == 3 * (length - 1)
+    assert counts.hit_tokens - found == 2 * (length - 1)
     assert several.usage.prompt_tokens == length
 
 
-def test_logprobs_are_the_models_own(client: openai.OpenAI, alone: LanguageModel):
+def test_logprobs_match_the_model(client: openai.OpenAI, alone: LanguageModel):
     ids = alone.tokenizer.encode(LONG)
     made = client.completions.create(prompt=ids, max_tokens=8, logprobs=5, **GREEDY).choices[0].logprobs
     tokens = list(alone.tokens(ids, max_tokens=8))
@@ -147,13 +147,13 @@ def test_logprobs_are_the_models_own(client: openai.OpenAI, alone: LanguageModel
     chat = client.chat.completions.create(messages=HELLO, max_tokens=8, logprobs=True, top_logprobs=5, **GREEDY)
     for each in chat.choices[0].logprobs.content:
         likely = [other.logprob for other in each.top_logprobs]
-        # the likeliest was taken
+        # greedy sampling picks the most likely token
         assert each.logprob == likely[0]
         assert likely == sorted(likely, reverse=True)
         assert sum(map(math.exp, likely)) <= 1.0001
 
 
-def test_logit_bias_forbids_and_forces(client: openai.OpenAI, alone: LanguageModel):
+def test_logit_bias(client: openai.OpenAI, alone: LanguageModel):
     tokens = list(alone.tokens(LONG, max_tokens=12))
     made = client.completions.create(
         prompt=LONG, max_tokens=12, logprobs=0, logit_bias={str(token): -100 for token in tokens}, **GREEDY
@@ -170,17 +170,17 @@ def test_stop_strings(client: openai.OpenAI, claude: anthropic.Anthropic, alone:
     stop = next(letter for letter in whole[3:] if letter.isalnum())
     made = client.completions.create(prompt=LONG, max_tokens=12, stop=["never there", stop], **GREEDY).choices[0]
     assert (made.text, made.finish_reason) == (whole[: whole.index(stop)], "stop")
-    said = written(alone, alone.chat_ids(HELLO), max_tokens=16)
-    stop = next(letter for letter in said[3:] if letter.isalnum())
+    answer = written(alone, alone.chat_ids(HELLO), max_tokens=16)
+    stop = next(letter for letter in answer[3:] if letter.isalnum())
     message = claude.messages.create(messages=HELLO, max_tokens=16, stop_sequences=[stop], **_claude())
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
 
 
-def test_seeds_repeat(client: openai.OpenAI, alone: LanguageModel):
+def test_seed_is_reproducible(client: openai.OpenAI, alone: LanguageModel):
     hot = {"temperature": 1.5, "max_tokens": 24}
-    texts = [completed(client, seed=seed, **hot) for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] == written(alone, LONG, seed=1, **hot)
-    assert texts[2] == written(alone, LONG, seed=2, **hot) != texts[0]
+    outputs = [completed(client, seed=seed, **hot) for seed in (1, 1, 2)]
+    assert outputs[0] == outputs[1] == written(alone, LONG, seed=1, **hot)
+    assert outputs[2] == written(alone, LONG, seed=2, **hot) != outputs[0]
 
 
 def test_penalties(client: openai.OpenAI, alone: LanguageModel):
@@ -193,8 +193,8 @@ def test_penalties(client: openai.OpenAI, alone: LanguageModel):
     assert lowered == written(alone, LONG, max_tokens=24, **settings)
 
 
-def test_clients_get_what_they_would_alone(client: openai.OpenAI, alone: LanguageModel):
-    asked = [
+def test_concurrent_clients_get_the_same_output(client: openai.OpenAI, alone: LanguageModel):
+    requests = [
         (
             f"{LONG if number % 3 else ''}Number {number}",
             {"seed": number, "temperature": number % 4 / 2, "max_tokens": 10 + number},
@@ -202,11 +202,11 @@ def test_clients_get_what_they_would_alone(client: openai.OpenAI, alone: Languag
         for number in range(12)
     ]
     with ThreadPoolExecutor(12) as pool:
-        found = list(pool.map(lambda each: completed(client, each[0], **each[1]), asked))
-    assert found == [written(alone, prompt, **settings) for prompt, settings in asked]
+        found = list(pool.map(lambda each: completed(client, each[0], **each[1]), requests))
+    assert found == [written(alone, prompt, **settings) for prompt, settings in requests]
 
 
-def test_metrics_count(client: openai.OpenAI, served: Served, alone: LanguageModel):
+def test_metrics(client: openai.OpenAI, served: Served, alone: LanguageModel):
     names = ("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total")
     names += ("e2e_request_latency_seconds_count", "time_to_first_token_seconds_count")
     before, gaps = [figure(served, name) for name in names], figure(served, "inter_token_latency_seconds_count")
@@ -217,42 +217,42 @@ def test_metrics_count(client: openai.OpenAI, served: Served, alone: LanguageMod
     wait_until(lambda: figure(served, "num_requests_running") == 0)
     wait_until(lambda: figure(served, "prefix_cache_queries_total") == before[2] + expected[2])
     assert [figure(served, name) - was for name, was in zip(names, before, strict=True)] == expected
-    # the tokens that come with the first have no time of their own
+    # tokens in the first output have no inter-token latency
     assert 0 < figure(served, "inter_token_latency_seconds_count") - gaps <= 18
     assert figure(served, "kv_cache_usage_perc") == 0
 
 
-def test_what_is_too_long_is_refused(client: openai.OpenAI):
-    with pytest.raises(openai.BadRequestError, match="must fit into 512") as refused:
+def test_context_length_is_enforced(client: openai.OpenAI):
+    with pytest.raises(openai.BadRequestError, match="must fit into a context of 512") as refused:
         completed(client, prompt=[5] * 512)
     assert refused.value.code == "context_length_exceeded"
-    # as much as there is room for is written
+    # generation stops at the context length
     made = client.completions.create(prompt=[5] * 500, max_tokens=100, extra_body={"ignore_eos": True}, **GREEDY)
     assert made.usage.completion_tokens == 12
 
 
-def test_a_full_queue_is_told(alone: LanguageModel):
+def test_full_queue_is_refused(alone: LanguageModel):
     def ask() -> httpx.Response:
         return httpx.post(
             f"{served.url}/v1/completions", json={"prompt": "hello", "max_tokens": 3, "temperature": 0}, timeout=60
         )
 
-    with running(sequences=1, settings=FrontSettings(waiting=1, grace_s=0.5)) as served, ThreadPoolExecutor(2) as pool:
-        # nothing is written inside
-        with served.scheduler.claimed():
-            asked = [pool.submit(ask) for _ in range(2)]
-            wait_until(lambda: served.scheduler.waiting == 2)
+    with running(max_sequences=1, settings=HttpSettings(waiting=1, grace_s=0.5)) as served, ThreadPoolExecutor(2) as pool:
+        # no engine step runs inside
+        with served.scheduler.exclusive():
+            requests = [pool.submit(ask) for _ in range(2)]
+            wait_until(lambda: served.scheduler.queued == 2)
             refused = ask()
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full"
         assert int(refused.headers["retry-after"]) > 0
         expected = written(alone, "hello", max_tokens=3)
-        assert [each.result().json()["choices"][0]["text"] for each in asked] == [expected] * 2
+        assert [each.result().json()["choices"][0]["text"] for each in requests] == [expected] * 2
 
 
-def test_it_is_not_ready_before_the_model_is():
+def test_not_ready_while_loading():
     ours, theirs = multiprocessing.Pipe()
-    with fronted(theirs, FrontSettings()) as url:
+    with http_server(theirs, HttpSettings()) as url:
         wait_until(lambda: _alive(url))
         assert httpx.get(f"{url}/ready").status_code == 503
         refused = httpx.post(f"{url}/v1/chat/completions", json={"messages": HELLO})
@@ -285,7 +285,7 @@ def plan(place: str, days: int, by: str) -> str:
 
 @pytest.fixture(scope="module")
 def langchain(served: Served) -> Iterator[Callable[..., ChatOpenAI]]:
-    # models of one address share a connection, so it is closed only once
+    # clients of one URL share a connection, which is closed once
     made: list[ChatOpenAI] = []
 
     def make(**settings: Any) -> ChatOpenAI:
@@ -297,7 +297,7 @@ def langchain(served: Served) -> Iterator[Callable[..., ChatOpenAI]]:
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_langchain_gets_what_it_asks_for(langchain: Callable[..., ChatOpenAI], method: Any):
+def test_langchain(langchain: Callable[..., ChatOpenAI], method: Any):
     for seed in range(3):
         model = langchain(temperature=2, seed=seed)
         assert isinstance(model.with_structured_output(Trip, method=method).invoke("Plan a journey."), Trip)

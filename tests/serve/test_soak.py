@@ -1,4 +1,4 @@
-"""Many clients at once, of which some leave and one hardly reads, while pages run out: the others get what they would alone."""
+"""Many clients, some disconnecting and one slow, under memory pressure: the others get the output they would get alone."""
 
 import asyncio
 import json
@@ -17,24 +17,24 @@ import pytest
 import torch
 
 import auraflux
-from auraflux.run import fit
-from auraflux.serve.front import FrontSettings
+from auraflux.loading import memory_budget
+from auraflux.serve.transport.http_process import HttpSettings
+from tests.engine.tiny import tiny
 from tests.models.oracles import save
-from tests.models.test_replay import MODELS, UNREPLAYED
-from tests.run.tiny import tiny
+from tests.models.test_graphs import MODELS, WITHOUT_GRAPHS
 from tests.serve.server import Process, Served, process, running, wait_until
 
 CONTEXT, PARALLEL = 256, 8
-PAGES = 6  # of 64 tokens: fewer than texts at once, of which most need more than one
+PAGES = 6  # of 64 tokens: too few for the running sequences
 CLIENTS = 64
-SMALL = 4096  # bytes that a connection holds, so that a slow reader is felt at once
+SMALL = 4096  # bytes of socket buffers, so that backpressure of a slow reader is immediate
 
 
 @dataclass(frozen=True)
 class Question:
-    """What one client asks, and how it behaves.
+    """Request of one client.
 
-    leaves  after so many parts, 0 before the first; None reads all
+    leaves  chunks after which it disconnects; None reads all
     """
 
     prompt: tuple[int, ...]
@@ -53,25 +53,25 @@ class Question:
 
 
 class Alone:
-    """A model that has nothing else to do."""
+    """Reference outputs of a model that runs one request at a time."""
 
     def __init__(self, path: Path):
-        self._model = auraflux.load(path, "cpu", exact=True, context=CONTEXT, sequences=1)
-        self._texts: dict[Question, str] = {}
+        self._model = auraflux.load(path, "cpu", exact=True, context=CONTEXT, max_sequences=1)
+        self._outputs: dict[Question, str] = {}
 
     def __call__(self, question: Question) -> str:
-        asked = replace(question, leaves=None)
-        if asked not in self._texts:
-            self._texts[asked] = "".join(self._model.generate(list(asked.prompt), endless=True, **asked.settings))
-        return self._texts[asked]
+        key = replace(question, leaves=None)
+        if key not in self._outputs:
+            self._outputs[key] = "".join(self._model.generate(list(key.prompt), ignore_eos=True, **key.settings))
+        return self._outputs[key]
 
-    def check(self, asked: Sequence[Question], found: Sequence[str | None]) -> None:
-        for question, text in zip(asked, found, strict=True):
+    def check(self, requests: Sequence[Question], found: Sequence[str | None]) -> None:
+        for question, text in zip(requests, found, strict=True):
             assert text == self(question) or (text is None and question.leaves is not None), question
 
 
 def questions(count: int, longest: int, seed: int = 5) -> list[Question]:
-    """Some that begin alike and some that do not, of a few kinds, so that each kind comes several times."""
+    """Return requests of a few kinds, each several times, some with a common prefix."""
     rng, made = random.Random(seed), []
     shared = [rng.randrange(5, 90) for _ in range(70)]
     for _ in range(count):
@@ -87,57 +87,57 @@ def folder(name: str) -> Path:
     if name == "text":
         return tiny()
     torch.manual_seed(0)
-    return save((MODELS | UNREPLAYED)[name](), Path(mkdtemp(prefix="auraflux-tiny-")))
+    return save((MODELS | WITHOUT_GRAPHS)[name](), Path(mkdtemp(prefix="auraflux-tiny-")))
 
 
-async def ask(client: httpx.AsyncClient, url: str, question: Question) -> str | None:
-    """Give the text that came; None for a client that left."""
-    texts: list[str] = []
+async def send(client: httpx.AsyncClient, url: str, question: Question) -> str | None:
+    """Return the streamed text; None for a client that disconnects."""
+    chunks: list[str] = []
     if question.leaves == 0:
         return await leave_at_once(url, question)
     async with client.stream("POST", f"{url}/v1/completions", json=question.body) as response:
         assert response.status_code == 200, await response.aread()
         async for line in response.aiter_lines():
             if line == "data: [DONE]":
-                return "".join(texts)
+                return "".join(chunks)
             if line.startswith("data: "):
-                texts.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
-            if len(texts) == question.leaves:
+                chunks.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
+            if len(chunks) == question.leaves:
                 return None
-    raise AssertionError(f"a stream ended after {len(texts)} parts")
+    raise AssertionError(f"a stream ended after {len(chunks)} chunks")
 
 
 async def leave_at_once(url: str, question: Question) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-    writer.write(spelled(question.body))
+    writer.write(encode_request(question.body))
     await writer.drain()
     writer.close()
     await writer.wait_closed()
 
 
-def spelled(body: dict[str, Any]) -> bytes:
+def encode_request(body: dict[str, Any]) -> bytes:
     content = json.dumps(body)
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
     return (head + content).encode()
 
 
 async def read_slowly(url: str, question: Question, others: asyncio.Event) -> str:
-    """Read a byte a second until the others are done, then the rest."""
+    """Read one byte per second until the others are done, then the rest."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL)
     connection.connect(("127.0.0.1", int(url.rpartition(":")[2])))
     reader, writer = await asyncio.open_connection(sock=connection, limit=SMALL)
-    # with probabilities it is more than the connection holds
-    writer.write(spelled({**question.body, "logprobs": 20}))
-    came = b""
+    # logprobs make the response larger than the socket buffers
+    writer.write(encode_request({**question.body, "logprobs": 20}))
+    received = b""
     while not others.is_set():
-        came += await reader.read(1)
+        received += await reader.read(1)
         await asyncio.wait([asyncio.ensure_future(others.wait())], timeout=1)
-    came += await reader.read()
+    received += await reader.read()
     writer.close()
     await writer.wait_closed()
-    parts = re.findall(r"^data: (\{.*)$", _dechunked(came).decode(), re.M)
-    assert b"[DONE]" in came
+    parts = re.findall(r"^data: (\{.*)$", _dechunked(received).decode(), re.M)
+    assert b"[DONE]" in received
     return "".join(json.loads(part)["choices"][0]["text"] for part in parts)
 
 
@@ -150,17 +150,17 @@ def _dechunked(raw: bytes) -> bytes:
     return b"".join(parts)
 
 
-async def ask_all(url: str, asked: Sequence[Question]) -> list[str | None]:
-    """Ask as many at once as there are clients."""
-    places = asyncio.Semaphore(CLIENTS)
+async def send_all(url: str, requests: Sequence[Question]) -> list[str | None]:
+    """Send all requests, CLIENTS at a time."""
+    slots = asyncio.Semaphore(CLIENTS)
     limits = httpx.Limits(max_connections=CLIENTS, max_keepalive_connections=CLIENTS)
     async with httpx.AsyncClient(timeout=300, limits=limits) as client:
 
         async def one(question: Question) -> str | None:
-            async with places:
-                return await ask(client, url, question)
+            async with slots:
+                return await send(client, url, question)
 
-        return await asyncio.gather(*map(one, asked))
+        return await asyncio.gather(*map(one, requests))
 
 
 def nothing_leaks(served: Served) -> None:
@@ -170,47 +170,47 @@ def nothing_leaks(served: Served) -> None:
     assert held.nbytes == 0
     assert all(group.pool.free == group.pool.count for group in held.page_groups)
     assert not list(held.checkpoints)
-    wait_until(lambda: not served.desk._jobs)
+    wait_until(lambda: not served.process._sequences)
 
 
-@pytest.mark.parametrize("name", ["text", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS | UNREPLAYED)])
-def test_clients_that_leave_and_one_that_hardly_reads(name: str, monkeypatch: pytest.MonkeyPatch):
-    asked, slow = questions(CLIENTS, longest=140), Question((7, 8, 9), 150, 1.0, 99)
-    left = sum(question.leaves is not None for question in asked)
+@pytest.mark.parametrize("name", ["text", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS | WITHOUT_GRAPHS)])
+def test_disconnecting_and_slow_clients(name: str, monkeypatch: pytest.MonkeyPatch):
+    requests, slow = questions(CLIENTS, longest=140), Question((7, 8, 9), 150, 1.0, 99)
+    left = sum(question.leaves is not None for question in requests)
     assert CLIENTS / 5 < left < CLIENTS / 2
-    monkeypatch.setattr(fit, "pool_tokens", lambda *shapes, **options: PAGES * 64)
-    options: dict[str, Any] = {"path": folder(name), "context": CONTEXT, "sequences": PARALLEL}
+    monkeypatch.setattr(memory_budget, "pool_tokens", lambda *shapes, **options: PAGES * 64)
+    options: dict[str, Any] = {"path": folder(name), "context": CONTEXT, "max_sequences": PARALLEL}
 
     async def together() -> tuple[list[str | None], str]:
         others = asyncio.Event()
         reading = asyncio.ensure_future(read_slowly(served.url, slow, others))
         try:
-            found = await ask_all(served.url, asked)
+            found = await send_all(served.url, requests)
         finally:
             others.set()
             text = await reading
         return found, text
 
-    with running(buffer_nbytes=SMALL, settings=FrontSettings(waiting=CLIENTS + 1, grace_s=0.5), **options) as served:
+    with running(buffer_nbytes=SMALL, settings=HttpSettings(waiting=CLIENTS + 1, grace_s=0.5), **options) as served:
         found, text = asyncio.run(together())
         assert served.scheduler.counts.preemptions > 0
         nothing_leaks(served)
     alone = Alone(folder(name))
-    alone.check(asked, found)
+    alone.check(requests, found)
     assert text == alone(slow)
 
 
 @pytest.mark.slow
 def test_memory_is_flat():
-    cache = auraflux.load(tiny(), "cpu", exact=True, context=CONTEXT, sequences=PARALLEL).engine.cache
+    cache = auraflux.load(tiny(), "cpu", exact=True, context=CONTEXT, max_sequences=PARALLEL).engine.cache
     nbytes = cache.reserved_nbytes + PAGES * cache.page_nbytes
-    options = ("--exact", "--context", str(CONTEXT), "--parallel", str(PARALLEL), "--cache-memory", str(nbytes))
-    asked, alone = questions(2000, longest=140), Alone(tiny())
+    options = ("--exact", "--context", str(CONTEXT), "--max-sequences", str(PARALLEL), "--cache-memory", str(nbytes))
+    requests, alone = questions(2000, longest=140), Alone(tiny())
     with process(*options) as served:
         served.ready()
-        halves, sizes = (asked[:1000], asked[1000:]), []
+        halves, sizes = (requests[:1000], requests[1000:]), []
         for half in halves:
-            alone.check(half, asyncio.run(ask_all(served.url, half)))
+            alone.check(half, asyncio.run(send_all(served.url, half)))
             sizes.append(resident(served))
         for before, after in zip(*sizes, strict=True):
             assert after - before < 6 << 20, sizes
@@ -220,7 +220,7 @@ def test_memory_is_flat():
 
 
 def resident(served: Process) -> list[int]:
-    """Bytes of memory of the model's process and of the one that answers."""
+    """Return the resident bytes of the model process and of the HTTP process."""
     found = []
     for number in (served.popen.pid, served.http):
         status = Path(f"/proc/{number}/status").read_text()

@@ -1,4 +1,4 @@
-"""Tensors here are tiny: waking threads for them costs more than the work."""
+"""One torch thread for all tests here: their tensors are too small to parallelize."""
 
 from collections.abc import Iterator
 

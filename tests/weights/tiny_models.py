@@ -1,11 +1,11 @@
-"""Random models of transformers, one for each family that files are tried with."""
+"""Tiny random transformers models, one per tested family."""
 
 import torch
 import transformers as hf
 
 
 def tiny(kind: str):
-    """A random model of a family, small and with odd numbers of experts."""
+    """Build a tiny random model of a family, with odd numbers of experts."""
     shared = {
         "hidden_size": 128,
         "num_hidden_layers": 3,
@@ -24,7 +24,7 @@ def tiny(kind: str):
         config = hf.Qwen3MoeConfig(**shared, **experts, intermediate_size=192, head_dim=32, mlp_only_layers=[1])
         return hf.Qwen3MoeForCausalLM(config)
     if kind == "gpt_oss":
-        # mlx-lm rounds the borders of YaRN, which this family does not
+        # mlx-lm truncates the YaRN correction range, which this family does not
         options = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 16, "rope_parameters": turning}
         return hf.GptOssForCausalLM(hf.GptOssConfig(**shared, **options, intermediate_size=96, head_dim=32))
     if kind.startswith("qwen3_"):

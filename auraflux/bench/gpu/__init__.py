@@ -1,1 +1,1 @@
-"""Timing on a GPU: shapes of real models, CUDA graphs, the ceilings of the same run and other libraries beside."""
+"""Op benchmarks on a GPU: shapes of real models as CUDA graphs, with the measured peaks of the same run and other libraries."""

@@ -1,6 +1,6 @@
-"""Hold each kernel to its reference on the GPU, then time it there beside other libraries.
+"""Check each kernel against its reference on the GPU, then time it there with other libraries.
 
-Both run on the device and on the shapes that are timed, so a wrong kernel cannot show a time.
+The check uses the device and the shapes that are timed, so a wrong kernel cannot have a time.
 """
 
 import gc
@@ -15,26 +15,26 @@ from typing import Any
 import torch
 
 from auraflux.bench.arguments import bytes_moved, cloned
-from auraflux.bench.gpu.clock import Contender, Graph, Record, race, record_long
+from auraflux.bench.gpu.graph_timing import Contender, Graph, Record, race, record_long
 from auraflux.bench.gpu.peers import PEERS, Peer
 from auraflux.bench.ops import bench_cases, chosen, distance
 from auraflux.bench.parity import first_line
 from auraflux.bench.result import PeerResult, Result
 from auraflux.errors import BackendError
-from auraflux.ops._cases import Args, Case, in_row_order, relative_rms, tensors
+from auraflux.ops._cases import Args, Case, in_row_layout, relative_rms, tensors
 from auraflux.ops._dispatch import Declined, exact, use_backend
 from auraflux.ops.gpu_cases import CASES
 
 BUDGET_S = 0.2
-ROTATED_NBYTES = 256 << 20  # several times the cache of a GPU
-ROTATE_FROM_NBYTES = 1 << 20  # what is smaller stays in cache in real use too
-MOST_COPIES = 256
+ROTATED_NBYTES = 256 << 20  # several times the L2 cache
+ROTATE_FROM_NBYTES = 1 << 20  # smaller arguments stay in cache in real use too
+MAX_COPIES = 256
 
-PeersOf = Callable[[Case, Args], list[Peer]]  # what is timed beside a case's kernel
+PeersOf = Callable[[Case, Args], list[Peer]]  # the contenders of a case's kernel
 
 
 def gpu_cases(ops: Sequence[str] = (), case: str | None = None) -> list[Case]:
-    """The cases to time on a GPU: the large shapes; for ops that have none, those that are timed on CPU."""
+    """Return the cases to time on a GPU: the large shapes; for ops that have none, those that are timed on CPU."""
     if set(ops) <= {c.op.name for c in CASES}:
         return chosen(CASES, ops, case)
     large = {c.op.name for c in CASES}
@@ -47,31 +47,31 @@ def no_peers(case: Case, args: Args) -> list[Peer]:
 
 
 def libraries(case: Case, args: Args) -> list[Peer]:
-    """Other libraries that can do a case."""
+    """Return the other libraries that can run a case."""
     return [peer for peer in PEERS.get(case.op.name, []) if peer.serves(case, args)]
 
 
 def copies_needed(nbytes: int, free_nbytes: int) -> int:
-    """How many copies of arguments hide the cache, when a call moves so many bytes of each."""
+    """Return the number of copies of arguments that exceed the cache, when a call moves `nbytes` of each."""
     if nbytes < ROTATE_FROM_NBYTES:
         return 1
-    return max(1, min(math.ceil(ROTATED_NBYTES / nbytes), MOST_COPIES, free_nbytes // 4 // nbytes))
+    return max(1, min(math.ceil(ROTATED_NBYTES / nbytes), MAX_COPIES, free_nbytes // 4 // nbytes))
 
 
 def run(
     cases: Iterable[Case],
-    beside: PeersOf,
+    peers_of: PeersOf,
     budget_s: float = BUDGET_S,
     say: Callable[[str], None] = lambda text: None,
     record: Record = Graph,
     device: str = "cuda",
 ) -> Iterator[Result]:
-    """Judge and time the cases one by one; `say` hears what is being done."""
-    # what is loaded by now stays; each case's memory must go before the next
+    """Check and time the cases one by one; `say` receives progress messages."""
+    # objects loaded so far stay; each case's memory is freed before the next
     gc.freeze()
     for case in cases:
         try:
-            result = Bench(case, beside, budget_s, record, say, device).result()
+            result = Bench(case, peers_of, budget_s, record, say, device).result()
         except torch.OutOfMemoryError as err:
             result = Result(case.op.name, case.name, _contract(case), "no memory", first_line(err))
         yield result
@@ -80,7 +80,7 @@ def run(
 
 
 def _check_alive(case: Case) -> None:
-    """Give memory back, and stop where a kernel has broken the process's hold on the GPU: all that follows would fail too."""
+    """Free memory, and stop where a kernel has corrupted the CUDA context: all later cases would fail too."""
     if not torch.cuda.is_initialized():
         return
     try:
@@ -96,10 +96,10 @@ def _contract(case: Case) -> str:
 
 @dataclass
 class Bench:
-    """One case on its way to a result."""
+    """The benchmark of one case."""
 
     case: Case
-    beside: PeersOf
+    peers_of: PeersOf
     budget_s: float
     record: Record
     say: Callable[[str], None]
@@ -128,14 +128,14 @@ class Bench:
         return Result(self.case.op.name, self.case.name, _contract(self.case), state, note, error)
 
     def _hold(self, kernel: Callable[..., Any]) -> tuple[Args, Any, Any, float, str]:
-        """Run reference and kernel on equal arguments; give those, both results, the worst error and its place."""
+        """Run reference and kernel on equal arguments; return those, both results, the worst error and where it is."""
         case = self.case
         with torch.device(self.device):
-            args = in_row_order(case.args())
+            args = in_row_layout(case.args())
         if case.op.check is not None:
             case.op.check(**args)
         theirs, mine = cloned(args), cloned(args)
-        # what a reference is composed of may have kernels of its own
+        # the ops inside a reference may have kernels
         with use_backend("reference"):
             expected = case.op.reference(**theirs)
         with exact(case.exact), poisoned():
@@ -159,7 +159,7 @@ class Bench:
                 raise
             except Exception as err:
                 return self._untimed("failed", f"cannot be recorded: {first_line(err)}", error)
-            entries = [self._enter(peer, args, expected) for peer in self.beside(case, args)]
+            entries = [self._enter(peer, args, expected) for peer in self.peers_of(case, args)]
             timings = race([ours, *(entry for _, entry in entries if entry is not None)], self.budget_s)
         times = iter(timings[1:])
         shown = [
@@ -171,7 +171,7 @@ class Bench:
         return Result(*names, "timed", None, error, timings[0], nbytes, flops, shown, ours.launches, copies)
 
     def _enter(self, peer: Peer, args: Args, expected: Any) -> tuple[PeerResult, Contender | None]:
-        """Set a peer up and see how far its result is off; a note says why it takes no part."""
+        """Set a peer up and measure the error of its result; a note gives the reason if it is not timed."""
         note, error, entered = None, None, None
         if missing := peer.missing():
             note = f"{' and '.join(missing)} not installed"
@@ -190,7 +190,7 @@ class Bench:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Have torch fill what `torch.empty` gives with NaN, so that a result that was not written is seen."""
+    """Fill `torch.empty` with NaN, so that unwritten results are noticed."""
     before = torch.are_deterministic_algorithms_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -205,5 +205,5 @@ def free_nbytes() -> int:
     if not torch.cuda.is_available():
         return ROTATED_NBYTES
     free, _ = torch.cuda.mem_get_info()
-    # what torch holds and does not use is free too
+    # memory that torch has cached is free too
     return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""How fast a server answers many at once: clients in processes of their own, and figures from what they saw.
+"""The load of `auraflux bench serve`: clients in worker processes, and TTFT, ITL and throughput from their records.
 
-Nothing here imports torch: what measures must not take the cores of what is measured.
+Nothing here imports torch: the load generator must not take cores from the server.
 """

@@ -1,4 +1,4 @@
-"""Latency and throughput against load, as a picture."""
+"""A plot of latency and throughput against load."""
 
 from pathlib import Path
 from typing import Any
@@ -8,13 +8,13 @@ from auraflux.errors import BackendError, InputError
 INK, GRID, PAPER = "#1f2933", "#d9dee3", "#ffffff"
 BLUE, ORANGE, GREEN = "#2563a8", "#d9722e", "#2f8f5b"
 LATENCIES = (
-    ("time_to_first_token_ms", "time to first token", ORANGE),
-    ("inter_token_while_prompts_arrive_ms", "between tokens", BLUE),
+    ("time_to_first_token_ms", "TTFT", ORANGE),
+    ("inter_token_while_prompts_arrive_ms", "ITL", BLUE),
 )
-# the second where there was no time in which all were writing
+# the second where there was no time in which all decode
 DECODE = ("decode_tokens_per_s", "decode_tokens_per_s_by_difference")
 RATES = (
-    (DECODE, "while all are writing", BLUE, "o", (-7, 4), "right"),
+    (DECODE, "while all decode", BLUE, "o", (-7, 4), "right"),
     (("output_tokens_per_s",), "while prompts arrive", GREEN, "s", (7, -8), "left"),
 )
 LOADS = {"closed": ("clients", "clients at once"), "poisson": ("rate", "requests per second")}
@@ -22,7 +22,7 @@ DPI = 160
 
 
 def check_plot(path: Path) -> None:
-    """Refuse, before anything is measured, a picture that could not be written."""
+    """Refuse, before the measurement, a plot that could not be written."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -34,7 +34,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Draw a document of results: for each kind of load latency on the left, throughput on the right."""
+    """Draw a report: for each kind of load latency on the left, throughput on the right."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -53,7 +53,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         _latency(left, loads, rows)
         _throughput(right, loads, rows)
         for panel in (left, right):
-            _dress(panel, loads, label)
+            _style(panel, loads, label)
     try:
         figure.savefig(path, dpi=DPI)
     except OSError as err:
@@ -67,7 +67,7 @@ def _title(found: dict[str, Any]) -> str:
 
 
 def _latency(panel: Any, loads: list[float], rows: list[dict[str, Any]]) -> None:
-    """Medians as lines, the 99th percentiles dashed above them."""
+    """Draw p50 as lines and p99 dashed above them."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     for key, label, colour in LATENCIES:
@@ -105,7 +105,7 @@ def _throughput(panel: Any, loads: list[float], rows: list[dict[str, Any]]) -> N
     panel.set_title("Throughput", loc="left", color=INK, fontsize=11, fontweight="bold")
 
 
-def _dress(panel: Any, loads: list[float], label: str) -> None:
+def _style(panel: Any, loads: list[float], label: str) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     if max(loads) > 4 * min(loads):

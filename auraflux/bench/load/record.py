@@ -1,13 +1,13 @@
-"""What a client saw of one request, and how an answer is judged."""
+"""The record of one request, made from its response."""
 
 import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from auraflux.bench.load.answer import Answer
+from auraflux.bench.load.response import Response
 
-LAST_EVENTS = 4  # that may hold usage, an error and the end
-LONGEST_REASON = 120  # characters of a server's own words
+LAST_EVENTS = 4  # of a stream: they may hold usage, an error and [DONE]
+MAX_REASON = 120  # characters of a server's message
 
 
 @dataclass(frozen=True)
@@ -15,14 +15,14 @@ class Record:
     """One request. Times are seconds of the machine's monotonic clock, which all its processes share.
 
     sent     when it was due
-    ended    when the last of its answer came, or when it failed
+    ended    when its response ended, or when it failed
     times    of arrivals that held tokens
     events   in each of these: one token each, unless `tokens` says otherwise
-    prompt   tokens of its prompt, by the server's count
-    tokens   that were written
-    cached   tokens of the prompt that were found in a prefix cache; None where the server does not say
+    prompt   prompt tokens, by the server's count
+    tokens   output tokens
+    cached   prompt tokens from the prefix cache; None where the server does not report them
     refused  how often it was sent again because the server was busy
-    failure  why there is no whole answer; None where there is one
+    failure  why there is no complete response; None where there is one
     """
 
     client: int
@@ -41,53 +41,51 @@ class Record:
         return bool(self.times)
 
 
-def judge(answer: Answer, client: int, sent: float, refused: int) -> Record:
-    """Turn an answer that ended, well or not, into a record."""
-    if not answer.status:
-        return Record(client, sent, answer.last, refused=refused, failure="an answer broke off")
-    if answer.status != 200:
-        said = _error(answer.json())
-        failed = f"HTTP {answer.status}" + (f": {said}" if said else "")
-        return Record(client, sent, answer.last, refused=refused, failure=failed)
-    return _judge_stream(answer, client, sent, refused) if answer.streamed else _judge_body(answer, client, sent, refused)
+def judge(response: Response, client: int, sent: float, refused: int) -> Record:
+    """Turn a response that ended, well or not, into a record."""
+    if response.status != 200:
+        message = _error(response.json())
+        failed = f"HTTP {response.status}" + (f": {message}" if message else "")
+        return Record(client, sent, response.last, refused=refused, failure=failed)
+    return _judge_stream(response, client, sent, refused) if response.streamed else _judge_body(response, client, sent, refused)
 
 
-def _judge_body(answer: Answer, client: int, sent: float, refused: int) -> Record:
-    found = answer.json() if answer.whole else None
-    if said := _error(found):
-        return Record(client, sent, answer.last, refused=refused, failure=f"error in the answer: {said}")
+def _judge_body(response: Response, client: int, sent: float, refused: int) -> Record:
+    found = response.json() if response.complete else None
+    if message := _error(found):
+        return Record(client, sent, response.last, refused=refused, failure=f"error in the answer: {message}")
     usage = found.get("usage") if isinstance(found, dict) else None
     if not isinstance(usage, dict):
-        failed = "an answer without usage" if answer.whole else "an answer broke off"
-        return Record(client, sent, answer.last, refused=refused, failure=failed)
+        failed = "an answer without usage" if response.complete else "an answer broke off"
+        return Record(client, sent, response.last, refused=refused, failure=failed)
     prompt, tokens, cached = _usage(usage)
-    return Record(client, sent, answer.last, [], [], prompt, tokens, cached, refused)
+    return Record(client, sent, response.last, [], [], prompt, tokens, cached, refused)
 
 
-def _judge_stream(answer: Answer, client: int, sent: float, refused: int) -> Record:
-    """Hold a stream to its end: an error or the lack of [DONE] is a failure, and events without tokens do not count."""
-    texts = answer.last_events(LAST_EVENTS)
-    last = [_parsed(text) for text in texts]
-    errors = [said for said in map(_error, last) if said]
+def _judge_stream(response: Response, client: int, sent: float, refused: int) -> Record:
+    """Check the end of a stream: an error or a missing [DONE] is a failure; events without tokens do not count."""
+    data = response.last_events(LAST_EVENTS)
+    last = [_parsed(each) for each in data]
+    errors = [message for message in map(_error, last) if message]
     usage = next((event["usage"] for event in reversed(last) if isinstance(event, dict) and event.get("usage")), None)
-    bare = texts.count(b"[DONE]") + sum(isinstance(event, dict) and not event.get("choices") for event in last)
-    times, events = _drop(answer.times, answer.events, bare)
+    bare = data.count(b"[DONE]") + sum(isinstance(event, dict) and not event.get("choices") for event in last)
+    times, events = _drop(response.times, response.events, bare)
     prompt, tokens, cached = _usage(usage) if isinstance(usage, dict) else (0, sum(events), None)
     if sum(events) == tokens + 1:
-        # its last event only says why the text ended
+        # the last event holds only the finish reason
         times, events = _drop(times, events, 1)
     failed = None
     if errors:
         failed = f"error in the stream: {errors[0]}"
-    elif b"[DONE]" not in texts:
+    elif b"[DONE]" not in data:
         failed = "a stream broke off before its end"
     elif not tokens or not times:
         failed = "a stream without tokens"
-    return Record(client, sent, answer.last, times, events, prompt, tokens, cached, refused, failed)
+    return Record(client, sent, response.last, times, events, prompt, tokens, cached, refused, failed)
 
 
 def _drop(times: list[float], events: list[int], count: int) -> tuple[list[float], list[int]]:
-    """Take so many events from the end."""
+    """Remove `count` events from the end."""
     times, events = list(times), list(events)
     while count and events:
         taken = min(count, events[-1])
@@ -109,18 +107,18 @@ def _count(value: Any) -> int | None:
     return value if isinstance(value, int) and value >= 0 else None
 
 
-def _parsed(text: bytes) -> Any:
+def _parsed(data: bytes) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(data)
     except ValueError:
         return None
 
 
 def _error(found: Any) -> str | None:
-    """What a body or an event says went wrong, in the shapes servers use."""
+    """Return the error message of a body or an event, in the formats that servers use."""
     if not isinstance(found, dict) or not found.get("error"):
-        said = found.get("message") if isinstance(found, dict) and found.get("object") == "error" else None
+        message = found.get("message") if isinstance(found, dict) and found.get("object") == "error" else None
     else:
-        said = found["error"].get("message") if isinstance(found["error"], dict) else found["error"]
-        said = said or "of no kind"
-    return " ".join(str(said).split())[:LONGEST_REASON] if said else None
+        message = found["error"].get("message") if isinstance(found["error"], dict) else found["error"]
+        message = message or "of no kind"
+    return " ".join(str(message).split())[:MAX_REASON] if message else None

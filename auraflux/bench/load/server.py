@@ -1,4 +1,4 @@
-"""The server that is measured: asked what it is, or started here for the time it takes."""
+"""The server under test: one that runs, or one that is started here for the measurement."""
 
 import asyncio
 import os
@@ -13,26 +13,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
-from auraflux.bench.load.answer import Answer, NotHttp
-from auraflux.bench.load.client import Client, reason
-from auraflux.bench.load.plan import USUAL_VOCAB, Target
+from auraflux.bench.load.client import Client, ClientError, reason
+from auraflux.bench.load.response import ProtocolError, Response
+from auraflux.bench.load.workload import DEFAULT_VOCAB, Target
 from auraflux.errors import BackendError, InputError
 
+Progress = Callable[[str], None]
 COMMAND = [sys.executable, "-m", "auraflux", "serve"]
 HOST = "127.0.0.1"
-ANSWER_S = 10.0
+RESPONSE_TIMEOUT_S = 10.0
 POLL_S = 0.25
-START_S = 1800.0  # for weights that come from a slow disk
-STOP_S = 60.0
+START_TIMEOUT_S = 1800.0  # for weights on a slow disk
+STOP_TIMEOUT_S = 60.0
 READY = "/ready"
 
 
 @dataclass(frozen=True)
 class Served:
-    """What a server says of itself.
+    """The model of a server, as /v1/models reports it.
 
-    vocab   None where it does not say
-    device  likewise
+    vocab, device  None where the server does not report them
     """
 
     model: str
@@ -41,16 +41,16 @@ class Served:
 
 
 def ask_models(target: Target, wanted: str | None = None) -> Served:
-    """Which model a server has: the one of that name, or its first."""
-    answer = _get(target, "/v1/models")
-    if isinstance(answer, str):
-        raise BackendError(f"no server answers at {target.url}: {answer}.")
-    found = answer.json()
-    if answer.status in (401, 403):
+    """Find a server's model of that name, or its first one."""
+    response = _get(target, "/v1/models")
+    if isinstance(response, str):
+        raise BackendError(f"no server answers at {target.url}: {response}.")
+    found = response.json()
+    if response.status in (401, 403):
         raise InputError(f"the server at {target.url} wants an API key, or another one; give it with --api-key.")
-    entries = found.get("data") if answer.status == 200 and isinstance(found, dict) else None
+    entries = found.get("data") if response.status == 200 and isinstance(found, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and "id" in entry for entry in entries) or not entries:
-        raise BackendError(f"{target.url}/v1/models answers HTTP {answer.status} without a list of models.")
+        raise BackendError(f"{target.url}/v1/models answers HTTP {response.status} without a list of models.")
     names = [str(entry["id"]) for entry in entries]
     if wanted is not None and wanted not in names:
         raise InputError(f"the server at {target.url} has no model {wanted!r}. Those it has: {', '.join(names)}.")
@@ -59,7 +59,7 @@ def ask_models(target: Target, wanted: str | None = None) -> Served:
 
 def _served(entry: dict[str, Any]) -> Served:
     meta = entry.get("meta")
-    # llama-server tells it in its own place
+    # llama-server reports it under `meta`
     vocab = entry.get("vocab_size") or (meta.get("n_vocab") if isinstance(meta, dict) else None)
     device = entry.get("device")
     known = isinstance(vocab, int) and vocab > 1
@@ -67,20 +67,20 @@ def _served(entry: dict[str, Any]) -> Served:
 
 
 def usable_vocab(served: Served) -> int:
-    return USUAL_VOCAB if served.vocab is None else served.vocab
+    return DEFAULT_VOCAB if served.vocab is None else served.vocab
 
 
 @contextmanager
-def started(words: list[str], api_key: str | None, tell: Callable[[str], None]) -> Iterator[Target]:
-    """Run `auraflux serve` with such options on a free port until the block ends."""
+def started(words: list[str], api_key: str | None, progress: Progress) -> Iterator[Target]:
+    """Run `auraflux serve` with the given options on a free port until the block ends."""
     port = _free_port()
     command = [*COMMAND, *words, "--host", HOST, "--port", str(port)]
     target = Target(HOST, port, api_key=api_key)
     with tempfile.TemporaryFile() as log:
-        # in a session of its own, so that Ctrl-C is heard here only and ends it in order
+        # in its own session: only this process receives Ctrl-C, and ends the server in order
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         try:
-            _wait_until_ready(process, target, log, tell)
+            _wait_until_ready(process, target, log, progress)
             yield target
             if process.poll() is not None:
                 raise BackendError(f"the server ended while it was measured: {_last_line(log)}")
@@ -89,47 +89,47 @@ def started(words: list[str], api_key: str | None, tell: Callable[[str], None]) 
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
-    """Ask a server to end, and make it if it does not."""
+    """Terminate a server, and kill it if it does not end."""
     if process.poll() is not None:
         return
     try:
         process.send_signal(signal.SIGTERM)
-        process.wait(STOP_S)
+        process.wait(STOP_TIMEOUT_S)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        # with what it started, which has its session too
+        # the processes that it started are in its session too
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def _wait_until_ready(process: "subprocess.Popen[bytes]", target: Target, log: IO[bytes], tell: Callable[[str], None]) -> None:
+def _wait_until_ready(
+    process: "subprocess.Popen[bytes]", target: Target, log: IO[bytes], progress: Callable[[str], None]
+) -> None:
     began = time.monotonic()
-    while (waited := time.monotonic() - began) < START_S:
+    while (waited := time.monotonic() - began) < START_TIMEOUT_S:
         if process.poll() is not None:
             raise BackendError(f"the server ended before it was ready: {_last_line(log)}")
-        tell(f"the server is starting: {waited:.0f} s")
-        answer = _get(target, READY)
-        if not isinstance(answer, str) and answer.status == 200:
+        progress(f"the server is starting: {waited:.0f} s")
+        response = _get(target, READY)
+        if not isinstance(response, str) and response.status == 200:
             return
         time.sleep(POLL_S)
-    raise BackendError(f"the server was not ready after {START_S:.0f} s: {_last_line(log)}")
+    raise BackendError(f"the server was not ready after {START_TIMEOUT_S:.0f} s: {_last_line(log)}")
 
 
-def _get(target: Target, path: str) -> Answer | str:
-    """An answer, or why there is none."""
+def _get(target: Target, path: str) -> Response | str:
+    """Return the response, or the reason why there is none."""
 
-    async def get() -> Answer:
+    async def get() -> Response:
         client = Client(target)
         try:
-            return await client.get(path, ANSWER_S)
+            return await client.get(path, RESPONSE_TIMEOUT_S)
         finally:
-            client.close()
-            # the connection is closed by the loop, in its next turn
-            await asyncio.sleep(0)
+            await client.close()
 
     try:
         return asyncio.run(get())
-    except (OSError, NotHttp) as err:
-        return reason(err, ANSWER_S)
+    except (OSError, ClientError, ProtocolError) as err:
+        return reason(err, RESPONSE_TIMEOUT_S)
 
 
 def _free_port() -> int:
@@ -139,7 +139,7 @@ def _free_port() -> int:
 
 
 def _last_line(log: IO[bytes]) -> str:
-    """What a server said last, which is why it ended."""
+    """Return the last line of a server's log: the reason why it ended."""
     log.seek(0)
     lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
     return lines[-1].removeprefix("error: ") if lines else "it said nothing."

@@ -1,4 +1,4 @@
-"""A process that sends requests: it makes them ready, waits for the common start, and tells what it saw."""
+"""A process that sends requests: it prepares their bodies, waits for the common start, and returns the records."""
 
 import asyncio
 import gc
@@ -6,19 +6,19 @@ import time
 from multiprocessing.connection import Connection as Pipe
 
 from auraflux.bench.load.client import Client
-from auraflux.bench.load.plan import Chain, Target, Work
 from auraflux.bench.load.record import Record
+from auraflux.bench.load.workload import Chain, Target, Work
 
 
 def main(pipe: Pipe, target: Target) -> None:
-    """Serve turns until the other end is closed: (Work, chains) comes, "ready" goes, the start comes, the records go."""
+    """Run rounds until the other end closes: (Work, chains) in, "ready" out, the start time in, the records out."""
     client = Client(target)
     with asyncio.Runner() as runner:
         try:
             while True:
                 work, chains = pipe.recv()
                 bodies = make_bodies(work, chains)
-                # the collector would stop all clients of this process at once
+                # the collector would pause all clients of this process at once
                 gc.collect()
                 gc.disable()
                 pipe.send("ready")
@@ -26,9 +26,7 @@ def main(pipe: Pipe, target: Target) -> None:
                 gc.enable()
                 pipe.send(records)
         except (EOFError, OSError):
-            client.close()
-            # a connection is closed by its loop, in the next turn of that
-            runner.run(asyncio.sleep(0))
+            runner.run(client.close())
 
 
 def make_bodies(work: Work, chains: list[Chain]) -> list[list[bytes]]:
@@ -38,13 +36,13 @@ def make_bodies(work: Work, chains: list[Chain]) -> list[list[bytes]]:
 async def send_all(
     client: Client, work: Work, chains: list[Chain], bodies: list[list[bytes]], start: float
 ) -> list[list[Record]]:
-    """Send all chains side by side; the records of each, in its order."""
+    """Send all chains concurrently; return the records of each, in its order."""
 
     async def send(chain: Chain, own: list[bytes]) -> list[Record]:
         due, records = start + chain.delay_s, []
         await asyncio.sleep(due - time.monotonic())
         for body in own:
-            records.append(await client.ask(body, chain.client, due, work.timeout_s))
+            records.append(await client.complete(body, chain.client, due, work.timeout_s))
             due = time.monotonic()
         return records
 

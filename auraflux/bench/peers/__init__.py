@@ -1,4 +1,4 @@
-"""Other libraries that do the work of our ops, for the benchmark. None of them is needed to run it."""
+"""Other libraries that implement our ops, for the benchmark; it runs without any of them."""
 
 from auraflux.bench.peers import linear, pointwise, sequence
 from auraflux.bench.peers.peer import Peer

@@ -14,11 +14,11 @@ from auraflux.ops._cases import Args, Case
 from auraflux.quant import QTensor
 from auraflux.quant.packing import unpack
 
-MLX_BF16_MOST_TOKENS = 8  # half a second a token at 11008 x 4096
+MLX_BF16_MAX_TOKENS = 8  # half a second a token at 11008 x 4096
 
 
 def affine(args: Args, *bits: int) -> bool:
-    """Whether this is a plain product with an affine matrix of one of these widths."""
+    """Return True for a product without bias with an affine matrix of one of these bit widths."""
     weight = args["weight"]
     return isinstance(weight, QTensor) and weight.kind == "affine" and weight.bits in bits and args.get("bias") is None
 
@@ -71,7 +71,7 @@ def _onnx_arrays(weight: QTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _onnx_graph(weight: QTensor, arrays: Sequence[dict[str, np.ndarray]], accuracy_level: int) -> bytes:
-    """A graph that multiplies one input by several weights, whose arrays it expects to be given by name."""
+    """Build a graph that multiplies one input by several weights, whose arrays are passed by name."""
     from onnx import TensorProto, helper
 
     rows, width = weight.shape
@@ -149,7 +149,7 @@ def _is_narrow(case: Case, args: Args) -> bool:
 
 
 def _few_tokens(case: Case, args: Args) -> bool:
-    return affine(args, 2, 3, 4, 5, 6, 8) and tokens(args) <= MLX_BF16_MOST_TOKENS
+    return affine(args, 2, 3, 4, 5, 6, 8) and tokens(args) <= MLX_BF16_MAX_TOKENS
 
 
 def _onnx(name: str, level: int, contract: str) -> Peer:

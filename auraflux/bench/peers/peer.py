@@ -1,4 +1,4 @@
-"""What a peer is: another library's way of doing the work of one op."""
+"""A peer: another library's implementation of one op."""
 
 import copy
 from collections.abc import Callable
@@ -19,15 +19,15 @@ def _everything(case: Case, args: Args) -> bool:
 
 @dataclass(frozen=True)
 class Peer:
-    """One library's way of doing an op.
+    """One library's implementation of an op.
 
-    make      takes the arguments and how many copies of them to rotate through, gives the calls to be timed; what it
-              prepares (packing weights, building a graph) is not
-    read      gives the first copy's result as a tensor, to be held to the reference
-    applies   whether it can do this case
-    contract  "fast" when it rounds activations to int8; such a peer is not shown beside our exact kernels
-    packages  what must be installed
-    nbytes    memory one copy takes
+    make      takes the arguments and the number of copies to rotate through, returns the calls to be timed; preparation
+              (packing weights, building a graph) is not timed
+    read      converts the first copy's result to a tensor, to be compared with the reference
+    applies   returns True for a case that it supports
+    contract  "fast" if it rounds activations to int8; such a peer is not compared with our exact kernels
+    packages  that must be installed
+    nbytes    of memory for one copy
     """
 
     name: str
@@ -46,5 +46,5 @@ class Peer:
 
 
 def each(prepare: Callable[[Args], Callable[[], Any]]) -> Callable[[Args, int], Contender]:
-    """Make a peer from a function that prepares one copy and gives the call on it."""
+    """Make a peer from a function that prepares one copy and returns the call on it."""
     return lambda args, copies: Contender([prepare(copy.deepcopy(args)) for _ in range(copies)])

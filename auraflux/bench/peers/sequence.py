@@ -1,4 +1,4 @@
-"""What mixes tokens: torch's scaled dot product attention, and the delta rule as transformers has it without fla."""
+"""Peers of attention and the delta rule: torch's scaled dot product attention, and transformers without fla."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +40,7 @@ def _decoded_rows(args: Args) -> tuple[Tensor, Tensor]:
 
 
 def _sdpa(rows: Callable[[Args], tuple[Tensor, Tensor]]) -> Callable[[Args, int], Contender]:
-    """Attention over keys and values that lie side by side in memory, in q's dtype."""
+    """Make attention over contiguous keys and values in q's dtype."""
 
     def make(args: Args, copies: int) -> Contender:
         q = args["q"].transpose(0, 1)[None].contiguous()  # [1, Hq, T, D]
@@ -62,7 +62,7 @@ def _read_sdpa(result: Tensor) -> Tensor:
 
 
 def _dense_nbytes(args: Args) -> int:
-    """Bytes of the keys and values in q's dtype."""
+    """Return the bytes of the keys and values in q's dtype."""
     q, pages = args["q"], args["pages"]
     return 2 * int(pages.lengths[0]) * pages.heads * pages.width * q.element_size()
 
@@ -72,13 +72,13 @@ def _one_sequence(case: Case, args: Args) -> bool:
 
 
 def _delta(name: str) -> Callable[[Args], Callable[[], Any]]:
-    """A rule of transformers: it takes the logarithm of the decay, one key head per value head, and scales q itself."""
+    """Prepare a delta rule of transformers: it takes log decay and one key head per value head, and scales q itself."""
 
     def prepare(args: Args) -> Callable[[], Any]:
         from transformers.models.qwen3_next import modeling_qwen3_next
         from transformers.utils import logging
 
-        # it would tell us on stderr that this is its slow way
+        # it would warn on stderr that this path is slow
         logging.set_verbosity_error()
         rule = getattr(modeling_qwen3_next, name)
         state, q = args["state"], args["q"]

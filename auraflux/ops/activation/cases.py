@@ -1,4 +1,4 @@
-"""Inputs for the activations: decode and prefill sizes, odd widths, narrow types, values far out."""
+"""Inputs for the activations: decode and prefill sizes, odd widths, narrow types, extreme values."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Activations on CPU: one pass over the elements, each job over a part of them."""
+"""Activations on CPU: one pass over the elements, split between the jobs."""
 
 import numpy as np
 import torch
@@ -18,16 +18,16 @@ GELU_CUBE = np.float32(2 * np.sqrt(2 / np.pi) * 0.044715)
 
 @jit
 def _part(args, job, jobs):
-    """What falls to this job of two inputs and the output."""
+    """Return this job's slices of two inputs and the output."""
     x, other, out, n = arguments(args, 4)
     mine = share(n, job, jobs)
-    # arrays that begin at 0: with another start Numba looks out for negative indices, and a loop takes twice as long
+    # arrays start at index 0: otherwise Numba checks for negative indices, and the loop takes twice as long
     at, count = 4 * mine.start, len(mine)
     return floats(x + at, count), floats(other + at, count), floats(out + at, count)
 
 
-def _each(kernel: Kernel, x: Tensor, other: Tensor, *constants: float) -> Tensor:
-    """Run a kernel over two stacks of elements into a third like the first."""
+def _elementwise(kernel: Kernel, x: Tensor, other: Tensor, *constants: float) -> Tensor:
+    """Run a kernel over two tensors, element by element; the result has the first one's shape and dtype."""
     wide, second = as_float(x), as_float(other)
     out = torch.empty_like(wide)
     n = wide.numel()
@@ -44,7 +44,7 @@ def _swiglu(args, job, jobs):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return _each(_swiglu, gate, up)
+    return _elementwise(_swiglu, gate, up)
 
 
 @Kernel
@@ -56,12 +56,12 @@ def _geglu(args, job, jobs):
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    return _each(_geglu, gate, up)
+    return _elementwise(_geglu, gate, up)
 
 
 @jit
 def _clamp(x, least, most):
-    # comparisons this way round let NaN through, as torch's clamp does
+    # these comparisons propagate NaN, as torch's clamp does
     x = most if x > most else x
     return least if x < least else x
 
@@ -82,7 +82,7 @@ def _clamped_swiglu(args, job, jobs):
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-    return _each(_clamped_swiglu, gate, up, float(alpha), float(limit))
+    return _elementwise(_clamped_swiglu, gate, up, float(alpha), float(limit))
 
 
 @Kernel
@@ -94,20 +94,20 @@ def _limited_swiglu(args, job, jobs):
 
 
 def limited_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    return _each(_limited_swiglu, gate, up, float(limit))
+    return _elementwise(_limited_swiglu, gate, up, float(limit))
 
 
 @Kernel
 def _relu_square(args, job, jobs):
     x, _, out = _part(args, job, jobs)
     for i in range(len(out)):
-        # this way round NaN comes through, as in torch
+        # this comparison propagates NaN, as in torch
         positive = ZERO if x[i] < ZERO else x[i]
         out[i] = positive * positive
 
 
 def relu_square(x: Tensor) -> Tensor:
-    return _each(_relu_square, x, x)
+    return _elementwise(_relu_square, x, x)
 
 
 @Kernel
@@ -118,7 +118,7 @@ def _sigmoid_gate(args, job, jobs):
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    return _each(_sigmoid_gate, x, gate.contiguous())
+    return _elementwise(_sigmoid_gate, x, gate.contiguous())
 
 
 @jit

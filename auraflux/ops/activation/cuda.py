@@ -5,10 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.device import ready
-from auraflux.ops.hopper.elementwise import gelu, sigmoid, silu
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.sizes import cdiv
+from auraflux.ops.gpu.blocks.elementwise import gelu, sigmoid, silu
+from auraflux.ops.gpu.device import ready
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv
 
 BLOCK = 1024
 
@@ -29,12 +29,12 @@ def _limited(gate, up, limit):
 
 
 @triton.jit
-def _elements(a, b, out, n, width, apart, alpha, limit, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Between rows of `width` elements, those of b lie `apart` further from each other than those of a."""
+def _elements(a, b, out, n, width, gap, alpha, limit, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """Apply an activation element by element; rows of `width` elements of b have a stride of `width + gap`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < n
     x = tl.load(a + at, mask=there, other=0.0).to(tl.float32)
-    y = tl.load(b + at + (at // width * apart if KIND == "sigmoid" else 0), mask=there, other=0.0).to(tl.float32)
+    y = tl.load(b + at + (at // width * gap if KIND == "sigmoid" else 0), mask=there, other=0.0).to(tl.float32)
     if KIND == "swiglu":
         result = silu(x) * y
     elif KIND == "geglu":
@@ -54,8 +54,8 @@ def _run(kind: str, a: Tensor, b: Tensor, alpha: float = 0.0, limit: float = 0.0
     ready(a)
     out, n = torch.empty_like(a), a.numel()
     if n:
-        width, apart = (1, 0) if b.is_contiguous() else (b.shape[-1], b.stride(1) - b.shape[-1])
-        launch(_elements, (cdiv(n, BLOCK),))(a, b, out, n, width, apart, alpha, limit, kind, BLOCK)
+        width, gap = (1, 0) if b.is_contiguous() else (b.shape[-1], b.stride(1) - b.shape[-1])
+        launch(_elements, (cdiv(n, BLOCK),))(a, b, out, n, width, gap, alpha, limit, kind, BLOCK)
     return out
 
 

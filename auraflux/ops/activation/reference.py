@@ -1,4 +1,4 @@
-"""Activations and gates, element by element. Computed in float32 whatever the dtype of the input; results come back in it."""
+"""Activations and gates, element by element. Computed in float32; results have the input's dtype."""
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 def _check_clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> None:
     _check_pair(gate, up)
     if not limit > 0:
-        raise InputError(f"limit is {limit}; a clamp needs a positive one.")
+        raise InputError(f"limit is {limit}; a positive limit is needed.")
 
 
 @op(check=_check_clamped_swiglu)
@@ -74,7 +74,7 @@ def _check_relu_square(x: Tensor) -> None:
 
 @op(check=_check_relu_square)
 def relu_square(x: Tensor) -> Tensor:
-    """Square what is positive, and make the rest zero.
+    """Square positive elements and set the rest to zero.
 
     x       [...]
     returns [...]  in x's dtype
@@ -96,7 +96,7 @@ def _check_sigmoid_gate(x: Tensor, gate: Tensor) -> None:
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """Multiply `x` by sigmoid(gate).
 
-    x, gate [...]  the gate's heads may lie apart, see `split_q_gate`
+    x, gate [...]  the gate's heads may be strided, see `split_q_gate`
     returns [...]  in x's dtype
     """
     return (x.float() * torch.sigmoid(gate.float())).to(x.dtype)
@@ -111,7 +111,7 @@ def _check_split_q_gate(x: Tensor, heads: int) -> None:
 
 @op(origins=("split_q_gate",), check=_check_split_q_gate)
 def split_q_gate(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Take apart a projection that holds each head's query and output gate side by side.
+    """Split a projection into each head's query and output gate.
 
     x       [T, heads * 2 * D]  per head the query, then the gate
     returns (queries, gates), both [T, heads, D] in x's dtype; on CUDA they are views of x

@@ -1,4 +1,4 @@
-"""What the cases of attention have in common: tables of pages, where sequences begin, and how much there is to multiply."""
+"""Helpers for attention cases: page tables, sequence starts, and the amount of work."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ RAGGED = [70, 5, 9, 130], [33, 0, 1, 2]  # lengths, and new tokens among them
 
 
 def index(lengths: list[int], page: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """A pool's size, a table in random order with a few pages that belong to nobody, and the lengths."""
+    """Return a pool size, a shuffled page table with a few unowned pages, and the lengths."""
     width = max(-(-length // page) for length in lengths)
     count = len(lengths) * width + 3
     table = torch.randperm(count)[: len(lengths) * width].view(len(lengths), width).int()
@@ -23,7 +23,7 @@ def starts_of(new: list[int]) -> torch.Tensor:
 
 
 def pairs(args: Args) -> int:
-    """Query and key positions that see each other, without a window."""
+    """Return the number of visible (query, key) pairs, without a window."""
     starts, lengths = args["starts"].tolist(), args["pages"].lengths.tolist()
     new = [b - a for a, b in pairwise(starts)]
     return sum(n * length - n * (n - 1) // 2 for n, length in zip(new, lengths, strict=True))

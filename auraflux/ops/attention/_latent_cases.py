@@ -1,4 +1,4 @@
-"""Inputs for latent attention and what surrounds it: few heads and many, ragged batches, odd widths, weights of all formats."""
+"""Inputs for latent attention (MLA): few and many heads, ragged batches, odd widths, weights of all formats."""
 
 from collections.abc import Callable
 from functools import partial
@@ -56,7 +56,7 @@ def new_latents(lengths: list[int], new: list[int], width: int, rope: int, page:
 
 
 def matrix(rows: int, width: int, bits: int, group: int, scales: torch.dtype) -> torch.Tensor | QTensor:
-    """A random weight: codes, or with 32 bits float32, with 16 bfloat16."""
+    """Return a random weight: quantized, or float32 with 32 bits, bfloat16 with 16."""
     if bits in (32, 16):
         return (torch.randn(rows, width) * width**-0.5).to(F32 if bits == 32 else BF16)
     packed = torch.randint(-(2**31), 2**31, (rows, width * bits // 32), dtype=torch.int32)
@@ -91,10 +91,10 @@ def new_projections(
     page: int,
     dtype: torch.dtype = F32,
     cache: torch.dtype | None = None,
-    turned: int | None = None,
+    rotated_channels: int | None = None,
     interleaved: bool = True,
 ) -> Args:
-    """`widths` of a query's plain part, its rotated part, of which `turned` channels are turned, and a latent."""
+    """Return projections with `widths` of the nope part, the rope part (`rotated_channels` of it rotated) and the latent."""
     _, rope, width = widths
     made = projections(sum(new), heads, *widths)
     spans = [torch.arange(length - n, length) for length, n in zip(lengths, new, strict=True)]
@@ -106,15 +106,15 @@ def new_projections(
         "starts": starts_of(new),
         "norm": 1 + 0.1 * torch.randn(width),
         "eps": 1e-6,
-        "inv_freq": rope_frequencies(turned or rope, 1e4),
+        "inv_freq": rope_frequencies(rotated_channels or rope, 1e4),
         "positions": torch.cat(spans).int(),
         "mscale": 1.2,
         "interleaved": interleaved,
     }
 
 
-def apart(args: Args, name: str) -> Args:
-    """The same with heads of an argument that lie apart."""
+def strided_heads(args: Args, name: str) -> Args:
+    """Make an argument's heads strided."""
     x = args[name]
     return {**args, name: torch.cat((x, x), 2)[..., : x.shape[2]]}
 
@@ -171,26 +171,26 @@ LATENT_CASES = [
     Case(latent_query, "f16-scales", lambda: up(9, 3, 20, 7, 128, 4, 64, F16)),
     Case(latent_query, "dense", lambda: up(3, 9, 20, 7, 100, 32)),
     Case(latent_query, "dense-bf16", lambda: up(3, 9, 20, 7, 100, 16)),
-    Case(latent_query, "heads-apart", lambda: apart(up(3, 5, 20, 7, 192), "q_nope")),
+    Case(latent_query, "strided-heads", lambda: strided_heads(up(3, 5, 20, 7, 192), "q_nope")),
     Case(latent_output, "one-token", lambda: down(1, 64, 128, 128, 512), bench=True, flops=down_flops),
     Case(latent_output, "many-tokens", lambda: down(33, 9, 64, 32, 256), flops=down_flops),
     *(Case(latent_output, f"{bits}-bits", partial(down, 3, 5, 20, 7, 192, bits, 32)) for bits in (2, 3, 4, 5, 6, 8)),
     Case(latent_output, "dense", lambda: down(3, 9, 20, 7, 100, 32)),
     Case(latent_output, "dense-bf16", lambda: down(3, 9, 20, 7, 100, 16)),
-    Case(latent_output, "heads-apart", lambda: apart(down(3, 5, 20, 7, 192), "v")),
+    Case(latent_output, "strided-heads", lambda: strided_heads(down(3, 5, 20, 7, 192), "v")),
     *(
         Case(latent_query, f"bf16-{tokens}-b{bits}", partial(in_bf16, up, "q_nope", tokens, *sizes, bits), tol=4e-3)
         for bits in (4, 8)
         for tokens, sizes in ((1, (3, 128, 128, 512)), (2, (5, 192, 64, 512)), (7, (2, 64, 64, 256)), (33, (3, 128, 128, 512)))
     ),
-    Case(latent_query, "bf16-many", lambda: apart(in_bf16(up, "q_nope", 70, 3, 64, 32, 256), "q_nope"), tol=5e-3),
+    Case(latent_query, "bf16-many", lambda: strided_heads(in_bf16(up, "q_nope", 70, 3, 64, 32, 256), "q_nope"), tol=5e-3),
     *(Case(latent_query, f"bf16-odd-b{b}", partial(in_bf16, up, "q_nope", 3, 5, 20, 7, 192, b), tol=5e-3) for b in (3, 4, 16)),
     *(
         Case(latent_output, f"bf16-{tokens}-b{bits}", partial(in_bf16, down, "v", tokens, *sizes, bits), tol=4e-3)
         for bits in (4, 8)
         for tokens, sizes in ((1, (3, 128, 128, 512)), (2, (5, 0, 512, 128)), (9, (2, 64, 64, 256)), (33, (3, 128, 128, 512)))
     ),
-    Case(latent_output, "bf16-many", lambda: apart(in_bf16(down, "v", 70, 3, 64, 32, 256), "v"), tol=5e-3),
+    Case(latent_output, "bf16-many", lambda: strided_heads(in_bf16(down, "v", 70, 3, 64, 32, 256), "v"), tol=5e-3),
     *(Case(latent_output, f"bf16-odd-b{b}", partial(in_bf16, down, "v", 3, 5, 20, 7, 192, b), tol=5e-3) for b in (3, 4, 16)),
     Case(
         rope_append_latent,
@@ -200,7 +200,7 @@ LATENT_CASES = [
         bench=True,
     ),
     Case(rope_append_latent, "ragged", lambda: new_projections(*RAGGED, 3, (20, 10, 63), 7, interleaved=False)),
-    Case(rope_append_latent, "some-turned", lambda: new_projections(*RAGGED, 3, (20, 10, 64), 7, turned=6)),
+    Case(rope_append_latent, "partly-rotated", lambda: new_projections(*RAGGED, 3, (20, 10, 64), 7, rotated_channels=6)),
     Case(rope_append_latent, "narrower", lambda: new_projections([70, 5], [2, 1], 5, (16, 16, 64), 16, cache=BF16)),
     Case(rope_append_latent, "many", lambda: new_projections([130], [70], 3, (16, 16, 64), 16)),
     Case(split_latent, "one-token", lambda: projections(1, 128, 128, 64, 512), bench=True),

@@ -1,4 +1,4 @@
-"""Inputs for attention: one token and many, ragged batches, odd widths and pages, narrow caches, windows, sinks, softcap."""
+"""Inputs for attention: decode and prefill, ragged batches, odd widths and pages, 16-bit caches, windows, sinks, softcap."""
 
 from functools import partial
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from auraflux.ops._cases import Args, Case
-from auraflux.ops.attention._choice_cases import CHOICE_CASES
 from auraflux.ops.attention._inputs import BF16, F16, F32, RAGGED, index, pairs, starts_of
 from auraflux.ops.attention._latent_cases import LATENT_CASES
+from auraflux.ops.attention._token_selection_cases import TOKEN_SELECTION_CASES
 from auraflux.ops.attention.pages import KVPages
 from auraflux.ops.attention.reference import append_kv, attention, attention_partials, merge_partials
 
@@ -57,7 +57,7 @@ def stale_pages() -> Args:
 
 
 def not_finite() -> Args:
-    """Values that only late queries see, and bits beyond the end that nobody does."""
+    """Place NaN and infinity where only late queries see them, and beyond the end where none does."""
     args = queries([40], [40], (4, 2), 32, page=16)
     pages = args["pages"]
     last = pages.table[0, 2]
@@ -69,7 +69,7 @@ def not_finite() -> Args:
 
 
 def beyond_the_end(lengths: list[int], new: list[int], **options: Any) -> Args:
-    """Bits beyond the end that nobody sees, and a value that only later queries do, in bf16."""
+    """Place NaN beyond the end, and an infinity that only later queries see, in bf16."""
     args = queries(lengths, new, (8, 2), 128, page=64, dtype=BF16, **options)
     pages = args["pages"]
     for b, length in enumerate(lengths):
@@ -196,5 +196,5 @@ CASES = [
     Case(merge_partials, "nothing-live", lambda: partials(3, 4, 64, 1.0)),
     Case(merge_partials, "many-rows", lambda: partials(300, 5, 100)),
     *LATENT_CASES,
-    *CHOICE_CASES,
+    *TOKEN_SELECTION_CASES,
 ]

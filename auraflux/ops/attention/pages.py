@@ -1,8 +1,7 @@
-"""The paged caches that attention reads and `append_*` writes.
+"""Paged caches that attention reads and `append_*` writes.
 
-Positions of a sequence live in pages of a pool; row b of `table` names the pages of sequence b in order. Entries of pages that
-nobody reads any more (they fell out of a window) may hold anything. `lengths` count a sequence's tokens including those that
-are being appended or asked about.
+Positions of a sequence live in pages of a pool; row b of `table` lists the pages of sequence b in order. Entries of pages that
+are no longer read (they left the window) may hold anything. `lengths` include the tokens being appended or attended from.
 """
 
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
-from auraflux.kinds import check_fields
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape
+from auraflux.validation import check_fields
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,13 +45,13 @@ class KVPages:
 
     @cached_property
     def pool(self) -> tuple[int, int]:
-        """How many pages there are, and how many tokens each holds."""
+        """Number of pages, and tokens per page."""
         return self.k.shape[0], self.k.shape[2]
 
 
 @dataclass(frozen=True, eq=False)
 class LatentPages:
-    """What multi-head latent attention keeps of a token: one compressed vector for all heads, and one rotated key.
+    """MLA cache: one compressed vector per token for all heads, and one rotated key.
 
     latent   [P, page, C]  float32, bfloat16 or float16
     rope     [P, page, R]  the same dtype
@@ -73,18 +72,18 @@ class LatentPages:
         check_dtype("latent", self.latent, *DTYPES)
         check_dtype("rope", self.rope, self.latent.dtype)
         if self.rope.shape[2] == 0:
-            raise InputError("rotated keys of width 0 were given; use KVPages for keys without them.")
+            raise InputError("rotated keys have width 0; use KVPages without them.")
         _check_index(self.table, self.lengths, self.pool)
 
     @cached_property
     def pool(self) -> tuple[int, int]:
-        """How many pages there are, and how many tokens each holds."""
+        """Number of pages, and tokens per page."""
         return self.latent.shape[0], self.latent.shape[1]
 
 
 @dataclass(frozen=True, eq=False)
 class RowPages:
-    """Pages of one row for each position.
+    """Pages of one row per position.
 
     rows     [P, page, C]  float32, bfloat16 or float16
     table    [B, M]        int32
@@ -104,11 +103,11 @@ class RowPages:
 
     @cached_property
     def pool(self) -> tuple[int, int]:
-        """How many pages there are, and how many tokens each holds."""
+        """Number of pages, and tokens per page."""
         return self.rows.shape[0], self.rows.shape[1]
 
     def rows_of(self, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Page and slot of each position in [first, last) of a sequence."""
+        """Return page and slot of each position in [first, last) of a sequence."""
         return rows_of(self, sequence, first, last)
 
 
@@ -117,7 +116,7 @@ Pages = KVPages | LatentPages | RowPages
 
 def _check_index(table: Tensor, lengths: Tensor, pool: tuple[int, int]) -> None:
     if pool[1] == 0:
-        raise InputError(f"{pool[0]} pages of 0 tokens were given; a page must hold at least one.")
+        raise InputError(f"{pool[0]} pages of 0 tokens; a page must hold at least one.")
     check_shape("table", table, None, None)
     check_shape("lengths", lengths, table.shape[0])
     check_dtype("table", table, torch.int32)
@@ -125,40 +124,40 @@ def _check_index(table: Tensor, lengths: Tensor, pool: tuple[int, int]) -> None:
 
 
 def check_starts(starts: Tensor, pages: Any) -> None:
-    """Refuse starts that are not one more than the sequences, whose pages may be of any kind."""
+    """Check that `starts` has one entry more than there are sequences, for pages of any kind."""
     check_dtype("starts", starts, torch.int32)
     check_shape("starts", starts, pages.lengths.shape[0] + 1)
 
 
-def spans(pages: Pages, starts: Tensor, tokens: int, reach: int | None) -> list[tuple[int, int, int, int, int]]:
-    """Give (sequence, first of its tokens in the stack, their number, first position touched, length) where there are tokens.
+def spans(pages: Pages, starts: Tensor, tokens: int, lookback: int | None) -> list[tuple[int, int, int, int, int]]:
+    """Return (sequence, first of its stacked tokens, their number, first position accessed, length) per sequence with tokens.
 
-    Refuse whatever would lead outside the pages.
-    reach  how many positions before its first new token a sequence touches; None for all of them
+    Raises InputError where a position lies outside the pages.
+    lookback  positions accessed before a sequence's first new token; None for all of them
     """
     bounds, lengths = starts.tolist(), pages.lengths.tolist()
     if bounds[0] != 0 or bounds[-1] != tokens or any(a > b for a, b in pairwise(bounds)):
-        raise InputError(f"'starts' {_short(bounds)} do not rise from 0 to {tokens}, the number of tokens given.")
+        raise InputError(f"'starts' {_short(bounds)} do not increase from 0 to {tokens}, the number of tokens.")
     found = []
     for b, length in enumerate(lengths):
         new = bounds[b + 1] - bounds[b]
         if new == 0:
             continue
         if length < new:
-            raise InputError(f"sequence {b} has length {length} but gets {new} tokens; 'lengths' count the new tokens too.")
-        first = 0 if reach is None else max(0, length - new - reach)
+            raise InputError(f"sequence {b} has length {length} but gets {new} tokens; 'lengths' include the new tokens.")
+        first = 0 if lookback is None else max(0, length - new - lookback)
         check_pages(pages, b, first, length)
         found.append((b, bounds[b], new, first, length))
     return found
 
 
 def check_pages(pages: Pages, sequence: int, first: int, length: int) -> None:
-    """Refuse a sequence of which positions from `first` on do not lie in the pool."""
+    """Check that positions from `first` on of a sequence lie in the pool."""
     (count, size), width = pages.pool, pages.table.shape[1]
     needed = -(-length // size)
     if needed > width:
         raise InputError(
-            f"sequence {sequence} of length {length} fills {needed} pages of {size}; its row of the table has {width}."
+            f"sequence {sequence} of length {length} needs {needed} pages of {size}; its row of the table has {width}."
         )
     for i, page in enumerate(pages.table[sequence, first // size : needed].tolist(), first // size):
         if not 0 <= page < count:
@@ -166,13 +165,13 @@ def check_pages(pages: Pages, sequence: int, first: int, length: int) -> None:
 
 
 def rows_of(pages: Pages, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """Page and slot of each position in [first, last) of a sequence, all in the pool."""
+    """Return page and slot of each position in [first, last) of a sequence, checked to be in the pool."""
     check_pages(pages, sequence, first, last)
     return places_of(pages, sequence, first, last)
 
 
 def places_of(pages: Pages, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """The same as the table says, whatever that is."""
+    """Return page and slot of each position in [first, last) of a sequence, unchecked."""
     positions = torch.arange(first, last, device=pages.table.device)
     size = pages.pool[1]
     return pages.table[sequence, positions // size].long(), positions % size

@@ -1,8 +1,8 @@
-"""Attention over paged caches: grouped heads with window, sinks and softcap; in `reference_latent` that over
-latents, in `reference_choice` the choice of positions for sparse attention.
+"""Attention over paged caches: grouped heads with window, sinks and softcap. Latent attention (MLA) is in `reference_latent`,
+token selection for sparse attention in `reference_token_selection`.
 
 The tokens of all sequences of a batch are stacked in one axis T; sequence b has those from starts[b] to starts[b + 1]. They are
-its last: the i-th of n stands at position lengths[b] - n + i. Scores, softmax and sums are float32.
+its last: the i-th of n is at position lengths[b] - n + i. Scores, softmax and sums are float32.
 """
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
 from auraflux.ops.attention.pages import DTYPES, KVPages, check_starts, rows_of, spans
-from auraflux.ops.attention.reference_choice import append_keys, choose_positions
 from auraflux.ops.attention.reference_latent import (
     append_latent,
     latent_attention,
@@ -21,6 +20,7 @@ from auraflux.ops.attention.reference_latent import (
     rope_append_latent,
     split_latent,
 )
+from auraflux.ops.attention.reference_token_selection import append_keys, choose_positions
 from auraflux.ops.attention.softmax import mean, visible, weigh
 
 __all__ = [
@@ -66,9 +66,9 @@ def append_kv(k: Tensor, v: Tensor, pages: KVPages, starts: Tensor) -> None:
 
 
 def check_window(window: int | None) -> None:
-    """Refuse what is no number of positions."""
+    """Check that a window is a number of positions or None."""
     if window is not None and not 0 <= window < 1 << 63:
-        raise InputError(f"'window' is {window}; it may be 0, a number of positions that has room in 64 bits, or None for all.")
+        raise InputError(f"'window' is {window}; it must be a number of positions below 2**63, or None.")
 
 
 def _check_attention(
@@ -86,7 +86,7 @@ def _check_attention(
     check_dtype("q", q, *DTYPES)
     check_starts(starts, pages)
     if q.shape[1] % heads:
-        raise InputError(f"q has {q.shape[1]} heads, the cache {heads}: the first must be a multiple of the second.")
+        raise InputError(f"q has {q.shape[1]} heads, the cache {heads}; the number of query heads must be a multiple.")
     if sinks is not None:
         check_shape("sinks", sinks, q.shape[1])
         check_dtype("sinks", sinks, torch.float32)
@@ -105,18 +105,18 @@ def attention_partials(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend as `attention` does, and stop before the division: merged with what other keys give, it is attention over all.
+    """Run `attention` without the final division; merged with the partials of other keys it is attention over all of them.
 
     q, starts, scale, window, sinks, softcap  as for `attention`; of several calls for the same queries one gets the sinks
-    returns  (o [T * Hq, 1, Dv], m [T * Hq, 1], l [T * Hq, 1]), float32, a block as `merge_partials` takes them
+    returns  (o [T * Hq, 1, Dv], m [T * Hq, 1], l [T * Hq, 1]), float32, a block for `merge_partials`
 
     Where nothing is visible o = 0, m = -inf, l = 0; with sinks m = sink, l = 1.
     """
     heads, groups = pages.k.shape[1], q.shape[1] // pages.k.shape[1]
     o = q.new_zeros(*q.shape[:2], pages.v.shape[3], dtype=torch.float32)
     m, l = o.new_full(q.shape[:2], -torch.inf), o.new_zeros(q.shape[:2])  # noqa: E741
-    reach = None if window is None else max(window - 1, 0)
-    for b, start, new, first, length in spans(pages, starts, q.shape[0], reach):
+    lookback = None if window is None else max(window - 1, 0)
+    for b, start, new, first, length in spans(pages, starts, q.shape[0], lookback):
         page, slot = rows_of(pages, b, first, length)
         k, v = pages.k[page, :, slot].float(), pages.v[page, :, slot].float()  # [L, Hkv, D]
         mine = slice(start, start + new)
@@ -147,8 +147,8 @@ def attention(
     q        [T, Hq, D]   Hq a multiple of Hkv; query heads [h*Hq/Hkv, (h+1)*Hq/Hkv) use key head h
     starts   [B + 1]      int32
     window   a query at p sees only positions above p - window
-    sinks    [Hq]         float32; the logit, not scaled, of one more key whose value is 0
-    softcap  squash scores to softcap * tanh(score / softcap)
+    sinks    [Hq]         float32; unscaled logit of one more key whose value is 0
+    softcap  cap scores: softcap * tanh(score / softcap)
     returns  [T, Hq, Dv]  in q's dtype; zeros where nothing is visible
     """
     o, _, l = attention_partials.reference(q, pages, starts, scale, window, sinks, softcap)  # noqa: E741
@@ -163,7 +163,7 @@ def _check_merge_partials(o: Tensor, m: Tensor, l: Tensor) -> None:  # noqa: E74
         check_dtype(name, tensor, torch.float32)
     check_dtype("o", o, torch.float32)
     if not o.shape[1]:
-        raise InputError(f"'o' has shape {list(o.shape)}; one block at least is needed.")
+        raise InputError(f"'o' has shape {list(o.shape)}; at least one block is needed.")
 
 
 @op(
@@ -179,12 +179,12 @@ def _check_merge_partials(o: Tensor, m: Tensor, l: Tensor) -> None:  # noqa: E74
     check=_check_merge_partials,
 )
 def merge_partials(o: Tensor, m: Tensor, l: Tensor) -> Tensor:  # noqa: E741
-    """Join what blocks of keys gave for the same query into the attention over all of them.
+    """Merge partial attention over blocks of keys into the attention over all of them.
 
     o       [N, blocks, D]  float32, sums of exp(score - m) * value
     m       [N, blocks]     float32, each block's largest score
-    l       [N, blocks]     float32, sums of exp(score - m); 0 for a block that saw nothing, whose o and m are not looked at
-    returns [N, D]          float32; zeros where no block saw anything
+    l       [N, blocks]     float32, sums of exp(score - m); 0 for a block without visible keys, whose o and m are ignored
+    returns [N, D]          float32; zeros where no block has visible keys
     """
     live = l != 0
     peak = m.masked_fill(~live, -torch.inf).amax(1, keepdim=True)

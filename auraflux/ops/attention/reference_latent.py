@@ -1,4 +1,4 @@
-"""The absorbed form of latent attention: queries are carried into the latent space, and what they find is brought back."""
+"""Latent attention (MLA) in absorbed form: queries are projected into the latent space, and the results back."""
 
 import torch
 from torch import Tensor
@@ -51,9 +51,9 @@ def _check_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages
 def latent_partials(
     q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend as `latent_attention` does, and stop before the division, see `attention_partials`.
+    """Run `latent_attention` without the final division, see `attention_partials`.
 
-    returns  (o [T * H, 1, C], m [T * H, 1], l [T * H, 1]), float32, a block as `merge_partials` takes them
+    returns  (o [T * H, 1, C], m [T * H, 1], l [T * H, 1]), float32, a block for `merge_partials`
     """
     o = torch.zeros_like(q_latent, dtype=torch.float32)
     m, l = o.new_full(o.shape[:2], -torch.inf), o.new_zeros(o.shape[:2])  # noqa: E741
@@ -71,7 +71,7 @@ def latent_partials(
 
 @op(origins=("mla_sdpa_folded", "mla_sdpa_tile_accumulate", "mla_sdpa_tile_finalize"), check=_check_latent_attention)
 def latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float) -> Tensor:
-    """Attend with absorbed queries to the latents themselves, at each query's position and before it.
+    """Attend with absorbed queries to the latents, at each query's position and before it.
 
     q_latent [T, H, C]  from `latent_query`
     q_rope   [T, H, R]
@@ -94,7 +94,7 @@ def _check_latent_query(q_nope: Tensor, weight: Weight, rows: int) -> None:
 
 def _check_latent_weight(name: str, x: Tensor, weight: Weight) -> None:
     check_heads(name, x)
-    # where heads lie apart, one of them is dense
+    # with strided heads, a single head is dense
     check_dense(**{name: x if x.is_contiguous() else x[:1, :1], "weight": weight})
     check_dtype(name, x, *DTYPES)
     if len(weight.shape) != 2:
@@ -109,9 +109,9 @@ def _matrix(weight: Weight) -> Tensor:
 
 @op(origins=("mla_q_prime_4bit",), check=_check_latent_query)
 def latent_query(q_nope: Tensor, weight: Weight, rows: int) -> Tensor:
-    """Carry queries into the latent space: each head's with the key rows of its part of `kv_b_proj`.
+    """Project queries into the latent space with the key rows of each head in `kv_b_proj`.
 
-    q_nope  [T, H, N]      its heads may lie apart
+    q_nope  [T, H, N]      its heads may be strided
     weight  [H * rows, C]  dense or quantized; row h*rows + i belongs to coordinate i of head h
     rows    of one head: N for keys, then those for values
     returns [T, H, C]      in q_nope's dtype
@@ -130,9 +130,9 @@ def _check_latent_output(v: Tensor, weight: Weight, nope: int) -> None:
 
 @op(origins=("mla_out_per_head_4bit",), check=_check_latent_output)
 def latent_output(v: Tensor, weight: Weight, nope: int) -> Tensor:
-    """Bring mixed latents back to each head's values, with the value rows of its part of `kv_b_proj`.
+    """Project attended latents to each head's values with its value rows in `kv_b_proj`.
 
-    v       [T, H, C]  from `latent_attention`; its heads may lie apart
+    v       [T, H, C]  from `latent_attention`; its heads may be strided
     weight  [H * rows, C]  dense or quantized; row h*rows + nope + f gives value f of head h
     returns [T, H, rows - nope]  in v's dtype
     """
@@ -153,9 +153,9 @@ def _check_split_latent(q: Tensor, kv: Tensor, heads: int, nope: int) -> None:
 
 @op(origins=("mla_split_q_kv",), check=_check_split_latent)
 def split_latent(q: Tensor, kv: Tensor, heads: int, nope: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Take the projections of latent attention apart.
+    """Split the projections of latent attention.
 
-    q       [T, heads * (nope + R)]  per head the plain part, then the one to rotate
+    q       [T, heads * (nope + R)]  per head the nope part, then the part to rotate
     kv      [T, C + R]               the latent, then the key to rotate
     returns ([T, heads, nope], [T, heads, R], [T, C], [T, R]), each contiguous
     """
@@ -168,7 +168,7 @@ def split_latent(q: Tensor, kv: Tensor, heads: int, nope: int) -> tuple[Tensor, 
 def check_rope_append_latent(
     q: Tensor, kv: Tensor, heads: int, nope: int, norm: Tensor, inv_freq: Tensor, positions: Tensor, width: int, rope: int
 ) -> None:
-    """Refuse what does not fit pages that keep `width` channels of a latent and `rope` of a key."""
+    """Check arguments against pages of `width` latent and `rope` key channels."""
     _check_split_latent(q, kv, heads, nope)
     check_dense(q=q, norm=norm, inv_freq=inv_freq, positions=positions)
     check_dtype("q", q, *DTYPES)
@@ -194,13 +194,13 @@ def rope_append_latent(
     q: Tensor, kv: Tensor, heads: int, nope: int, pages: LatentPages, starts: Tensor, norm: Tensor, eps: float,
     inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Take the projections of latent attention apart, normalise latents, rotate queries and keys, and store what is kept.
+    """Split the projections of latent attention, normalise latents, rotate queries and keys, and append to the cache.
 
     q, kv, heads, nope                       see `split_latent`
     pages, starts                            see `append_latent`
     norm, eps                                of the latents, see `rms_norm`
     inv_freq, positions, mscale, interleaved  see `rope`
-    returns ([T, heads, nope], [T, heads, R])  the queries' plain part, whose heads may lie apart, and the rotated one
+    returns ([T, heads, nope], [T, heads, R])  the queries' nope part, whose heads may be strided, and the rotated one
     """
     q_nope, q_rope, latent, k_rope = split_latent.reference(q, kv, heads, nope)
     rotation = inv_freq, positions, mscale, interleaved

@@ -1,11 +1,11 @@
-"""What the references share about the softmax over the keys that each query sees."""
+"""Masked softmax shared by the reference implementations."""
 
 import torch
 from torch import Tensor
 
 
 def visible(new: int, length: int, first: int, last: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of the positions [first, last) each of the last `new` tokens of a sequence sees: [new, last - first]."""
+    """Return which of the positions [first, last) each of the last `new` tokens of a sequence sees: [new, last - first]."""
     position = torch.arange(length - new, length, device=device)[:, None]
     key = torch.arange(first, last, device=device)
     seen = key <= position
@@ -13,12 +13,12 @@ def visible(new: int, length: int, first: int, last: int, window: int | None, de
 
 
 def weigh(scores: Tensor, values: Tensor, seen: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the sums of exp(score - the largest) * value, the largest score, and the sums of weights.
+    """Return sums of exp(score - largest score) * value, the largest score, and the sums of weights.
 
     scores   [.., n, L]
     values   [.., L, D]
     seen     [n, L]      from `visible`
-    sink     [.., 1, 1]  the score of one more key whose value is 0
+    sink     [.., 1, 1]  score of one more key whose value is 0
     returns  ([.., n, D], [.., n, 1], [.., n, 1])
     """
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -38,5 +38,5 @@ def weigh(scores: Tensor, values: Tensor, seen: Tensor, sink: Tensor | None = No
 
 
 def mean(mixed: Tensor, total: Tensor) -> Tensor:
-    """Divide sums of values by those of their weights; zeros where nothing was seen."""
+    """Divide weighted sums of values by the sums of weights; zeros where nothing is visible."""
     return (mixed / total).masked_fill(total == 0, 0)

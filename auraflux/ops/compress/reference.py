@@ -1,7 +1,7 @@
-"""Windows of tokens made into one key each, for attention that reads further back than tokens are kept.
+"""Windows of tokens compressed to one key each, for attention beyond the uncompressed window.
 
 Every `rate` tokens a window closes. Each channel of its entry is a weighted mean of that channel over the window's tokens, the
-weights a softmax of gates. Entries may also read the window before: tokens then have two rows, one for each of the windows.
+weights a softmax of gates. Entries may also cover the previous window: tokens then have two rows, one for each window.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
 from auraflux.ops.attention.pages import DTYPES, RowPages, check_pages, check_starts, rows_of, spans
-from auraflux.ops.attention.reference_choice import append_keys
+from auraflux.ops.attention.reference_token_selection import append_keys
 from auraflux.ops.norm.reference import rms_norm
 from auraflux.ops.rope.reference import rope
 
@@ -42,15 +42,15 @@ def compress_windows(
     x: Tensor, rows: RowPages, starts: Tensor, entries: RowPages, bias: Tensor, norm: Tensor, eps: float, inv_freq: Tensor,
     interleaved: bool = True,
 ) -> None:  # fmt: skip
-    """Store what entries are made of, and write those of all windows that the new tokens close.
+    """Store the values and gates of new tokens, and compute the entries of all windows that they close.
 
     x            [T, 2 W]   values and gates of new tokens; W is an entry's width D, or 2 D, the first half for the next window
     rows         pages of the same, updated in place; their lengths count the new tokens already
     starts       [B + 1]    int32
-    entries      pages of entries, D wide, updated in place; their lengths are not looked at
+    entries      pages of entries, D wide, updated in place; their lengths are ignored
     bias         [rate, W]  float32, added to the gates of a window's tokens
     norm         [D]        float32, the weight of the entries' RMS norm
-    inv_freq     [R/2]      float32; an entry is rotated like the first token of its window
+    inv_freq     [R/2]      float32; an entry is rotated by the position of its window's first token
     interleaved  see `rope`
     """
     rate, wide = bias.shape
@@ -73,12 +73,12 @@ def compress_windows(
 
 
 def _mean(values: Tensor, gates: Tensor, width: int, before: int) -> Tensor:
-    """Means over windows, and the ones before them where tokens have two rows: [n, rate, W] -> [n - before, D].
+    """Average windows, and the previous ones where tokens have two rows: [n, rate, W] -> [n - before, D].
 
-    before  whether the first window is there for the second one's sake only
+    before  the first window only serves as the previous one of the second
     """
     if values.shape[2] > width:
-        # nothing comes before the first window of all
+        # the first window of a sequence has no previous one
         early = [torch.nn.functional.pad(part[..., :width], (0, 0, 0, 0, 1, 0), value=fill)[:-1]
                  for part, fill in ((values, 0.0), (gates, -torch.inf))]  # fmt: skip
         values, gates = (

@@ -1,4 +1,4 @@
-"""Inputs for the delta layer: heads of equal and odd widths, shared keys, ragged lengths around a chunk, closed gates."""
+"""Inputs for the delta ops: equal and odd head widths, shared keys, ragged lengths around a chunk, closed gates."""
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ def step(
     tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Args:
-    """One token of each sequence, or `tokens` in all."""
+    """Return one token of each sequence, or `tokens` in all."""
     tokens = batch if tokens is None else tokens
     return {
         "state": torch.randn(batch, heads, key_width, value_width),
@@ -51,7 +51,7 @@ def prefill(*lengths: int, **sizes: int | torch.dtype) -> Args:
 
 
 def closing(args: Args) -> Args:
-    """Close a third of the gates, and let some decays be so small that their products leave float32."""
+    """Close a third of the gates, and make some decays so small that their products underflow float32."""
     drawn = torch.rand_like(args["decay"])
     args["decay"][drawn < 0.3] = 0.0
     args["decay"][drawn > 0.7] = 1e-30
@@ -73,7 +73,7 @@ def gates(tokens: int, heads: int, scale: float = 3.0, dtype: torch.dtype = torc
 
 
 def channels(*lengths: int, **sizes: int | torch.dtype) -> Args:
-    """As `prefill`, every head with keys of its own, of which each channel has a decay."""
+    """Return `prefill` inputs with a key per head and a decay per key channel."""
     args = prefill(*lengths, **{"key_heads": sizes.get("heads", 4), **sizes})
     return {**args, "decay": torch.rand(args["q"].shape) ** 0.25}
 
@@ -91,7 +91,7 @@ def scan(
     value_width: int = 64,
     dtype: torch.dtype = torch.float32,
 ) -> Args:
-    """Values, keys and queries of Mamba-2's heads, and gates near those that models have."""
+    """Return values, keys and queries of Mamba-2's heads, with realistic gates."""
     tokens, channels = sum(lengths), heads * value_width + 2 * groups * key_width
     step = torch.rand(tokens, heads)
     return {
@@ -109,8 +109,8 @@ def scan_gate(tokens: int, heads: int, scale: float = 3.0, dtype: torch.dtype = 
     return {"dt": dt, "a_log": (torch.rand(heads) * 16).log(), "dt_bias": torch.randn(heads)}
 
 
-def whole(batch: int, heads: int, key_heads: int, width: int = 128, dtype: torch.dtype = BF16) -> Args:
-    """One token of each sequence, as the projections of a layer give it."""
+def layer_inputs(batch: int, heads: int, key_heads: int, width: int = 128, dtype: torch.dtype = BF16) -> Args:
+    """Return one token of each sequence, as a layer's projections produce it."""
     channels = (2 * key_heads + heads) * width
     gate = gates(batch, heads, dtype=dtype)
     return {
@@ -130,13 +130,13 @@ def whole(batch: int, heads: int, key_heads: int, width: int = 128, dtype: torch
     }
 
 
-def whole_nbytes(args: Args) -> int:
+def layer_nbytes(args: Args) -> int:
     every = sum(x.numel() * x.element_size() for x in args.values() if isinstance(x, Tensor))
     return every + sum(args[name].numel() * args[name].element_size() for name in ("state", "conv", "z"))
 
 
 def state_flops(args: Args) -> int:
-    # the memory is read at the key and at the query, and written: a multiplication and an addition each
+    # the state is read at the key and at the query, and written: a multiplication and an addition each
     return 6 * args["v"].shape[0] * args["state"][0].numel()
 
 
@@ -173,7 +173,7 @@ CASES = [
     Case(gated_delta_prefill, "narrow", lambda: prefill(2, 19, heads=3, key_heads=1, key_width=5, value_width=3)),
     Case(gated_delta_prefill, "closed-gates", lambda: closing(prefill(100, 3, key_width=64, value_width=64))),
     Case(gated_delta_prefill, "bf16", lambda: prefill(33, 4, dtype=BF16), tol=4e-3),
-    # whole chunks go through the tensor cores in bf16 and float16
+    # full chunks run on tensor cores in bf16 and float16
     Case(gated_delta_prefill, "bf16-chunks", lambda: prefill(150, 0, 64, 3, dtype=BF16), tol=6e-3),
     Case(gated_delta_prefill, "bf16-one-sequence", lambda: prefill(330, heads=8, dtype=BF16), tol=6e-3),
     Case(gated_delta_prefill, "bf16-many-heads", lambda: prefill(140, heads=64, key_heads=16, dtype=BF16), tol=6e-3),
@@ -193,13 +193,13 @@ CASES = [
     Case(delta_gates, "odd-heads", lambda: gates(7, 63)),
     Case(delta_gates, "large", lambda: gates(33, 16, scale=60.0)),
     Case(delta_gates, "bf16", lambda: gates(5, 100, dtype=BF16)),
-    # in one kernel nothing is rounded to bf16 between the steps
-    Case(delta_layer_step, "one-token", lambda: whole(1, 32, 16), tol=8e-3, bench=True, nbytes=whole_nbytes),
-    Case(delta_layer_step, "batch", lambda: whole(8, 32, 16), tol=8e-3, bench=True, nbytes=whole_nbytes),
-    Case(delta_layer_step, "many-share", lambda: whole(3, 16, 4), tol=8e-3),
-    Case(delta_layer_step, "own-keys", lambda: whole(2, 4, 4), tol=8e-3),
-    Case(delta_layer_step, "narrow", lambda: whole(2, 4, 2, 64), tol=8e-3),
-    Case(delta_layer_step, "f32", lambda: whole(2, 4, 2, 64, torch.float32)),
+    # the fused kernel does not round to bf16 between the steps
+    Case(delta_layer_step, "one-token", lambda: layer_inputs(1, 32, 16), tol=8e-3, bench=True, nbytes=layer_nbytes),
+    Case(delta_layer_step, "batch", lambda: layer_inputs(8, 32, 16), tol=8e-3, bench=True, nbytes=layer_nbytes),
+    Case(delta_layer_step, "many-share", lambda: layer_inputs(3, 16, 4), tol=8e-3),
+    Case(delta_layer_step, "own-keys", lambda: layer_inputs(2, 4, 4), tol=8e-3),
+    Case(delta_layer_step, "narrow", lambda: layer_inputs(2, 4, 2, 64), tol=8e-3),
+    Case(delta_layer_step, "f32", lambda: layer_inputs(2, 4, 2, 64, torch.float32)),
     Case(channel_delta, "one-token", lambda: channels(1, heads=32), bench=True, flops=state_flops, nbytes=state_nbytes),
     Case(channel_delta, "512-tokens", lambda: channels(512, heads=32), bench=True, flops=state_flops),
     Case(channel_delta, "ragged", lambda: channels(17, 0, 1, 5, 40, key_width=64, value_width=64)),

@@ -1,8 +1,8 @@
-"""Gated DeltaNet: a linear attention whose memory is one matrix per head, decayed and corrected at every token.
-Kimi Linear's rule, whose channels fade by themselves, is in `reference_channels`, Mamba-2's in `reference_scan`.
+"""Gated DeltaNet: linear attention whose state is one matrix per head, decayed and corrected at every token.
+Kimi Linear's rule with per-channel decay is in `reference_channels`, Mamba-2's in `reference_scan`.
 
 Ragged batches stack the tokens of all sequences in one axis T; those of sequence b are `starts[b]` to `starts[b + 1]`.
-The memory and all sums are float32 whatever the dtype of the inputs.
+The state and all sums are float32 whatever the dtype of the inputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ CONV_WIDTH = 4
 
 
 def _check_heads(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> None:
-    """Everything but how the tokens of q are shared out among the sequences of the state."""
+    """Check shapes and dtypes, except how tokens are distributed over sequences."""
     check_dense(state=state, q=q, k=k, v=v, decay=decay, beta=beta)
     check_dtype("state", state, torch.float32)
     if state.dim() != 4 or q.dim() != 3:
@@ -44,7 +44,7 @@ def _check_heads(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, 
     _, heads, key_width, value_width = state.shape
     tokens, key_heads, _ = shape = q.shape
     if key_heads == 0 or heads % key_heads:
-        raise InputError(f"{heads} value heads cannot be shared out evenly among {key_heads} key heads.")
+        raise InputError(f"{heads} value heads cannot be split evenly among {key_heads} key heads.")
     gates = (tokens, heads)
     fits = shape[2] == key_width and shape == k.shape and v.shape == (*gates, value_width)
     if not (fits and decay.shape == gates and beta.shape == gates):
@@ -61,12 +61,14 @@ def _check_heads(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, 
 def _check_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> None:
     _check_heads(state, q, k, v, decay, beta)
     if state.shape[0] != q.shape[0]:
-        raise InputError(f"'state' holds {state.shape[0]} sequences, 'q' one token each of {q.shape[0]}; they must be as many.")
+        raise InputError(
+            f"'state' holds {state.shape[0]} sequences, 'q' one token each of {q.shape[0]}; the numbers must be equal."
+        )
 
 
 @op(origins=("gated_delta_net_step",), check=_check_step)
 def gated_delta_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """Decay the memory, correct it towards `v` at key `k`, then read it with `q`: one token of each sequence.
+    """Decay the state, correct it towards `v` at key `k`, then read it with `q`: one token of each sequence.
 
     state   [B, H, K, V]  float32, updated in place
     q, k    [B, Hk, K]    already normalised; q already scaled; value head h reads key head h // (H // Hk)
@@ -90,7 +92,7 @@ def _check_prefill(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor
 
 @op(origins=("gated_delta_net_chunkwise", "gated_delta_net_sequential"), check=_check_prefill)
 def gated_delta_prefill(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
-    """Run `gated_delta_step` over all tokens of each sequence in turn.
+    """Run `gated_delta_step` over all tokens of each sequence.
 
     state   [B, H, K, V]  float32, updated in place
     q, k    [T, Hk, K]    already normalised; q already scaled; value head h reads key head h // (H // Hk)
@@ -129,7 +131,7 @@ def short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, bias: T
 
     x       [T, C]
     state   [B, 3, C]  in x's dtype: the inputs before the first of x, oldest first; updated in place to the last three
-    weight  [4, C]     tap 3 meets the newest input
+    weight  [4, C]     tap 3 multiplies the newest input
     starts  [B + 1]    int32, where each sequence's tokens begin; a sequence may have none
     bias    [C]        or None, added before SiLU
     returns [T, C]     in x's dtype
@@ -155,7 +157,7 @@ def _check_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> None:
 
 @op(origins=("compute_decay_beta",), check=_check_gates)
 def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn a delta layer's two gate projections into the decay of its memory and the strength of its writes.
+    """Compute the decay of a delta layer's state and its write strength from two gate projections.
 
     a, b    [T, H]
     a_log   [H]    logarithm of each head's rate
@@ -180,8 +182,8 @@ def _check_layer_step(
     keys, rest = divmod(channels - heads * value_width, 2 * key_width)
     if keys < 1 or rest or heads % keys:
         raise InputError(
-            f"'qkv' has {channels} channels; beside {heads} value heads of {value_width} they do not hold queries and keys "
-            f"of {key_width} for heads that share the value heads evenly."
+            f"'qkv' has {channels} channels; without {heads} value heads of {value_width} they do not hold queries and keys "
+            f"of {key_width} for a number of heads that divides {heads}."
         )
     check_shape("state", state, tokens, heads, key_width, value_width)
     check_shape("z", z, tokens, heads, value_width)
@@ -195,7 +197,7 @@ def _check_layer_step(
     for name, tensor in (("qkv", qkv), ("z", z), ("a", a), ("b", b), ("taps", taps)):
         check_dtype(name, tensor, *FLOATS)
     check_dtype("conv", conv, qkv.dtype)
-    # all that its steps refuse, since the first of them write
+    # everything its steps check, since the first of them already write
     check_floating(norm=norm)
     check_eps(unit_eps)
     check_eps(eps)
@@ -207,7 +209,7 @@ def delta_layer_step(
     qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv: Tensor, state: Tensor, taps: Tensor, a_log: Tensor, dt_bias: Tensor,
     norm: Tensor, starts: Tensor, unit_eps: float, eps: float,
 ) -> Tensor:  # fmt: skip
-    """Take one token of each sequence through a delta layer, from its projections to what its last projection takes.
+    """Run one token of each sequence through a delta layer, from its input projections to the input of its output projection.
 
     qkv      [B, C]        queries and keys of Hk heads, then values of H heads: C = 2 Hk K + H V
     z        [B, H, V]     gates the result
@@ -232,7 +234,7 @@ def layer_step_by(
     steps: Sequence[Callable[..., Any]], qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv: Tensor, state: Tensor,
     taps: Tensor, a_log: Tensor, dt_bias: Tensor, norm: Tensor, starts: Tensor, unit_eps: float, eps: float,
 ) -> Tensor:  # fmt: skip
-    """`delta_layer_step` by `LAYER_STEPS`, or by their references."""
+    """Run `delta_layer_step` with the given implementations of `LAYER_STEPS`."""
     gates, convolve, unit, update, gated_norm = steps
     tokens, heads, key_width, value_width = state.shape
     decay, beta = gates(a, b, a_log, dt_bias)

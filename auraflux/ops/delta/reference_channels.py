@@ -1,4 +1,4 @@
-"""The delta rule of Kimi Linear: as Gated DeltaNet's, but every channel of a key fades by itself."""
+"""Kimi Linear's delta rule: Gated DeltaNet with a separate decay for every key channel."""
 
 from itertools import pairwise
 
@@ -12,18 +12,18 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_starts(starts: Tensor, sequences: int, tokens: int, near: Tensor) -> None:
-    """Refuse what does not share tokens out among sequences."""
+    """Check that `starts` partitions the tokens into sequences."""
     check_dtype("starts", starts, torch.int32)
     check_shape("starts", starts, sequences + 1)
     if starts.device.type != "cpu" and starts.device != near.device:
         raise InputError(f"'starts' is on {starts.device}, the first argument on {near.device}. Move one of them.")
     check_dense(starts=starts)
     if not starts.is_cpu:
-        # reading them would halt the device, or break a recording of its work; kernels keep to the tokens there are
+        # reading them would synchronize the device or break CUDA graph capture; kernels clamp to the token count
         return
     places = starts.tolist()
     if places[0] != 0 or places[-1] != tokens or places != sorted(places):
-        raise InputError(f"'starts' is {places}; it must rise from 0 to the number of tokens, {tokens}.")
+        raise InputError(f"'starts' is {places}; it must increase from 0 to the number of tokens, {tokens}.")
 
 
 def _check_channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> None:
@@ -38,7 +38,7 @@ def _check_channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -
 
 @op(check=_check_channel_gates)
 def channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn two gate projections into the decay of each channel of a memory and the strength of its writes.
+    """Compute the decay of each state channel and the write strength from two gate projections.
 
     f        [T, H, K]
     b        [T, H]
@@ -68,7 +68,7 @@ def _check_channel_delta(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: 
 
 @op(check=_check_channel_delta)
 def channel_delta(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
-    """Take a memory through tokens: let each channel of its keys fade, correct it towards `v` at key `k`, read it with `q`.
+    """Run a state through tokens: decay each key channel, correct the state towards `v` at key `k`, read it with `q`.
 
     state   [B, H, K, V]  float32, updated in place
     q, k    [T, H, K]     already normalised; q already scaled

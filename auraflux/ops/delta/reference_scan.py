@@ -1,4 +1,4 @@
-"""Mamba-2's rule: a memory that fades and is written to, without a look at what it holds already."""
+"""Mamba-2's rule: a decayed state with additive writes."""
 
 from itertools import pairwise
 
@@ -21,7 +21,7 @@ def _check_scan_gates(dt: Tensor, a_log: Tensor, dt_bias: Tensor) -> None:
 
 @op(check=_check_scan_gates)
 def scan_gates(dt: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn a projection into the decay of each head's memory and the strength of its writes.
+    """Compute the decay of each head's state and its write strength from a projection.
 
     dt       [T, H]
     a_log    [H]    logarithm of each head's rate
@@ -33,13 +33,13 @@ def scan_gates(dt: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tens
 
 
 def groups_of(state: Tensor, channels: int) -> int:
-    """How many keys and queries a token has, beside its values."""
+    """Return the number of key and query groups of a token."""
     _, heads, key_width, value_width = state.shape
     groups, rest = divmod(channels - heads * value_width, 2 * key_width) if key_width else (0, 0)
     if groups < 1 or rest or heads % groups:
         raise InputError(
-            f"a token has {channels} channels; beside {heads} values of {value_width} they do not hold keys and queries of "
-            f"{key_width} that heads share evenly."
+            f"a token has {channels} channels; without {heads} values of {value_width} they do not hold keys and queries of "
+            f"{key_width} for a number of groups that divides {heads}."
         )
     return groups
 
@@ -61,14 +61,14 @@ def _check_selective_scan(state: Tensor, xbc: Tensor, decay: Tensor, step: Tenso
 
 @op(check=_check_selective_scan)
 def selective_scan(state: Tensor, xbc: Tensor, decay: Tensor, step: Tensor, skip: Tensor, starts: Tensor) -> Tensor:
-    """Take a memory through tokens: let it fade, write step * value at the key, read it with the query.
+    """Run a state through tokens: decay it, write step * value at the key, read it with the query.
 
     state   [B, H, K, V]  float32, updated in place
     xbc     [T, C]        values of H heads, then keys and then queries of G groups: C = H V + 2 G K; head h has those of
                           group h // (H // G)
     decay   [T, H]        in [0, 1]
     step    [T, H]        the write strength
-    skip    [H]           how much of its own value a token gets beside what it reads
+    skip    [H]           factor of a token's value in its output
     starts  [B + 1]       int32, where each sequence's tokens begin; a sequence may have none
     returns [T, H V]      in xbc's dtype
     """

@@ -1,1 +1,1 @@
-"""What the CUDA kernels of all families share: Triton, launches, and the instructions of Hopper."""
+"""Instructions of Hopper as small functions: copies, barriers, tensor-core products, warp reductions."""

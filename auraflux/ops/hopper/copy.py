@@ -1,9 +1,9 @@
-"""Asynchronous copies to shared memory, by cp.async and by TMA: PTX for what a thread does; one element per thread.
+"""Asynchronous copies to shared memory, by cp.async and by TMA: PTX of one thread; one element per thread.
 
-- cp.async: a thread copies 4 to 16 bytes. What it has asked for since the last COMMIT is a group, and `wait_ptx` waits until
-  few of its groups are left.
-- TMA: one thread asks for any multiple of 16 bytes. An mbarrier counts the bytes that have come, `expect` says how many will,
-  and any thread can wait for them. A stage that is filled again has a parity that changes with every turn.
+- cp.async: a thread copies 4 to 16 bytes. Its copies since the last COMMIT are a group, and `wait_ptx` waits until few of its
+  groups are pending.
+- TMA: one thread requests any multiple of 16 bytes. An mbarrier counts the bytes that arrive, `expect` announces how many will,
+  and any thread can wait for them. A stage that is refilled flips the parity of its mbarrier with every phase.
 """
 
 from triton.experimental import gluon
@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def copy_ptx(nbytes):
-    """A copy of 4, 8 or 16 bytes for `copy`; only 16 can pass by the L1 cache."""
+    """Return PTX that copies 4, 8 or 16 bytes, for `copy`; only 16 can bypass L1."""
     how = "cg" if nbytes == 16 else "ca"
     return f"{{.reg .pred p; setp.ne.b32 p,$3,0; @p cp.async.{how}.shared.global [$1],[$2],{nbytes}; mov.b32 $0,0;}}"
 
@@ -25,7 +25,7 @@ WAIT_ALL = gl.constexpr("cp.async.wait_all; mov.b32 $0,0; // $1")
 
 @gluon.constexpr_function
 def wait_ptx(pending):
-    """Wait until at most `pending` of each lane's groups are under way, and for the other lanes of the warp; for `run`."""
+    """Return PTX that waits until each lane has at most `pending` groups in flight and synchronises the warp, for `run`."""
     return f"cp.async.wait_group {pending}; bar.warp.sync 0xffffffff; mov.b32 $0,0; // $1"
 
 
@@ -37,8 +37,8 @@ def copy(PTX: gl.constexpr, to, source, there):
 
 
 @gluon.jit
-def begin_barriers(at, tid, COUNT: gl.constexpr):
-    """Initialise COUNT mbarriers of 8 bytes and one arrival: that of the thread which says how many bytes will come."""
+def init_barriers(at, tid, COUNT: gl.constexpr):
+    """Initialise COUNT mbarriers of 8 bytes, each with one arrival: that of the thread that calls `expect`."""
     text: gl.constexpr = (
         "{.reg .pred p; setp.ne.b32 p,$2,0; @p mbarrier.init.shared::cta.b64 [$1],1;"
         "@p fence.proxy.async.shared::cta; mov.b32 $0,0;}"
@@ -50,7 +50,7 @@ def begin_barriers(at, tid, COUNT: gl.constexpr):
 
 @gluon.jit
 def expect(barrier, nbytes, there):
-    """Arrive at an mbarrier and say how many bytes will come, where `there`."""
+    """Arrive at an mbarrier and announce the bytes that will arrive, where `there`."""
     text: gl.constexpr = (
         "{.reg .pred p; setp.ne.b32 p,$3,0; @p mbarrier.arrive.expect_tx.shared::cta.b64 _,[$1],$2; mov.b32 $0,0;}"
     )
@@ -59,8 +59,8 @@ def expect(barrier, nbytes, there):
 
 
 @gluon.jit
-def fetch(to, source, nbytes, barrier, there):
-    """Have TMA copy a thread's piece, counted on `barrier`, where `there`; addresses and sizes are multiples of 16."""
+def tma_copy(to, source, nbytes, barrier, there):
+    """Have TMA copy `nbytes`, counted on `barrier`, where `there`; addresses and sizes are multiples of 16."""
     text: gl.constexpr = (
         "{.reg .pred p; setp.eq.b32 p,$5,0; mov.b32 $0,0; @p bra SKIP;"
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$1],[$2],$3,[$4]; SKIP: }"
@@ -71,7 +71,7 @@ def fetch(to, source, nbytes, barrier, there):
 
 @gluon.jit
 def await_bytes(barrier):
-    """Wait until the bytes of an mbarrier's first turn have come."""
+    """Wait until the bytes of an mbarrier's first phase have arrived."""
     text: gl.constexpr = (
         "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p,[$1],0; @!p bra AGAIN; mov.b32 $0,0;}"
     )
@@ -79,21 +79,21 @@ def await_bytes(barrier):
 
 
 @gluon.jit
-def await_stage(barrier, turn, there):
-    """Wait until the bytes of a stage's turn-th filling have come, where `there`."""
+def await_stage(barrier, phase, there):
+    """Wait until the bytes of a stage's phase have arrived, where `there`."""
     text: gl.constexpr = (
         "{.reg .pred p,q; setp.eq.b32 q,$3,0; @q bra DONE;"
         "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p,[$1],$2; @!p bra AGAIN; DONE: mov.b32 $0,0;}"
     )
-    args = [barrier, turn & 1, there.to(gl.int32)]
+    args = [barrier, phase & 1, there.to(gl.int32)]
     gl.inline_asm_elementwise(text, "=r,r,r,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def count_read(at, lane, there):
-    """Count a warp that has read its part of a stage, and give how many had before it, -1 where not `there`.
+    """Count a warp that has read its part of a stage; return how many had before it, -1 where not `there`.
 
-    The last warp may fill the stage again.
+    The last warp may refill the stage.
     """
     text: gl.constexpr = (
         "{.reg .pred p; .reg .b32 n; setp.ne.b32 p,$2,0; mov.b32 n,-1; bar.warp.sync 0xffffffff;"

@@ -1,16 +1,16 @@
-"""Products of codes of 2 to 8 bits, and of MXFP4, with tokens in bf16: PTX for what a thread does, for Gluon kernels.
+"""Products of codes of 2 to 8 bits, and of MXFP4, with tokens in bf16: PTX of one thread, for Gluon kernels.
 
-Every tensor has one element per thread. A column is what one `mma` column sums up: a group, or half of a group of 128. Of a
-column each lane (g, t) has some codes of rows g and g + 8, and the x that belong to them.
+Every tensor has one element per thread. A column of codes is summed by one `mma` column: a group, or half of a group of 128.
+Lane (g, t) has some codes of a column, of rows g and g + 8, and their x.
 
-- Two codes that lie 16 bits apart become a pair of bf16 by one `lop3`: a code of n bits at bit p of a half of a word, where
-  p + n <= 7, is the mantissa of (128 >> p) + code. A row's stream of 3, 5 or 6 bits is first cut so that such halves meet;
-  there, and at 2 bits, code i pairs with the one half of the stream further on.
+- Two codes 16 bits from each other become a pair of bf16 by one `lop3`: a code of n bits at bit p of a half word, where
+  p + n <= 7, is the mantissa of (128 >> p) + code. A row's bit stream of 3, 5 or 6 bits is first permuted to line up such
+  halves; there, and at 2 bits, code i pairs with the one half of the stream further on.
 - Eight bits are two planes, the lower seven and the highest: 128 + low and 128 + high add up to 256 + code.
-- MXFP4's sign and three bits are put where bf16 has its sign, lowest exponent bits and highest mantissa bit: value / 2**126.
-  x is multiplied by 2**64, so that sums stay clear of float32's smallest numbers.
-- The accumulator starts at minus the sum of offset * x. The same `mma` that sums x for the biases in its first rows
-  makes it in its last ones.
+- MXFP4's sign and three bits are moved to bf16's sign, lowest exponent bits and highest mantissa bit: value / 2**126. x is
+  multiplied by 2**64, so that sums stay clear of float32 denormals.
+- The accumulator starts at minus the sum of offset * x. One `mma` computes it in its last rows, and in its first rows the sum
+  of x for the biases.
 """
 
 from triton.experimental import gluon
@@ -18,30 +18,33 @@ from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.mma import MMA
 
-MX_SHIFT = gl.constexpr(2.0**62)  # what is left of 2**126 after x has had its 2**64
+MX_SHIFT = gl.constexpr(2.0**62)  # 2**126 less the 2**64 applied to x
 
 
 @gluon.constexpr_function
 def word_count(bits, column):
-    """Count the words of a row that a lane reads for a column; those of 3 and 5 bits are shared with its neighbours."""
+    """Return the words of a row that a lane reads for a column; words of 3 and 5 bits are shared with neighbouring lanes."""
     return 4 if bits in (3, 5) else bits * column // 128
 
 
 @gluon.constexpr_function
 def _select_ptx(to, low, high, split):
-    """Bits of `split` from the low word, the others from the high one, in both halves."""
+    """Return PTX that takes bits `split` from the low word and the others from the high one, in both halves."""
     return f"lop3.b32 {to},{low},{high},{split * 0x10001:#x},0xE4;"
 
 
 @gluon.constexpr_function
 def _place_ptx(to, source, bits, at):
-    """Bits `at` and up of both halves as the mantissas of bf16."""
+    """Return PTX that makes bits `at` and up of both halves the mantissas of bf16."""
     return f"lop3.b32 {to},{source},{(((1 << bits) - 1) << at) * 0x10001:#x},{(0x4300 - 0x80 * at) * 0x10001:#x},0xEA;"
 
 
 @gluon.constexpr_function
 def field_places(bits, fields):
-    """Tell where code i of a stream of halves is taken from: half, shift, place after it; place None where it spans two."""
+    """Return the source of each code of a stream of halves: half, shift, bit after the shift.
+
+    Bit None where it spans two halves.
+    """
     found = []
     shift, half = 0, 0
     for i in range(fields):
@@ -49,7 +52,7 @@ def field_places(bits, fields):
         if at + bits > 16:
             found.append((where, at, None))
             continue
-        # one shift serves as many fields as fit the mantissa
+        # one shift covers as many fields as fit the mantissa
         if where != half or at - shift + bits > 7:
             half, shift = where, 0 if at + bits <= 7 else at
         found.append((where, shift, at - shift))
@@ -58,13 +61,13 @@ def field_places(bits, fields):
 
 @gluon.constexpr_function
 def offsets(bits, fields):
-    """What each code of a column has been added to."""
+    """Return the offset that each code of a column carries as a bf16."""
     return [256 if bits == 8 else 128 >> (place or 0) for _, _, place in field_places(bits, fields)]
 
 
 @gluon.constexpr_function
 def _halves_ptx(bits, r, w):
-    """Words w of row r as halves {r}p0, ... of its stream and of the one it is paired with."""
+    """Return PTX that makes of words w of row r the halves {r}p0, ... of its stream and of the one it is paired with."""
     p = [f"{r}p{i}" for i in range(3)]
     if bits == 6:
         text = f"prmt.b32 {p[0]},{w[0]},{w[1]},0x7610; prmt.b32 {p[1]},{w[0]},{w[2]},0x5432;"
@@ -80,7 +83,7 @@ def _halves_ptx(bits, r, w):
 
 @gluon.constexpr_function
 def affine_ptx(bits, fields, r, w):
-    """What makes the fields of a row ready, then each of them, as {r}f0, {r}f1, ..."""
+    """Return PTX that prepares the fields of a row, then one string per field {r}f0, {r}f1, ..."""
     found = [_halves_ptx(bits, r, w)]
     made = set()
     for i, where in enumerate(field_places(bits, fields)):
@@ -101,7 +104,7 @@ def affine_ptx(bits, fields, r, w):
 
 @gluon.constexpr_function
 def _eight_ptx(r, w):
-    """The lower seven bits of each field as {r}f0, ..., the highest as {r}h0, ..."""
+    """Return PTX for the lower seven bits of each field as {r}f0, ..., the highest as {r}h0, ..."""
     found = [""]
     for n, word in enumerate(w):
         for i, source, text in ((2 * n, word, ""), (2 * n + 1, f"{r}p{n % 3}", f"shr.u32 {r}p{n % 3},{word},8;")):
@@ -112,7 +115,10 @@ def _eight_ptx(r, w):
 
 @gluon.constexpr_function
 def _mx_ptx(fields, r, w):
-    """One multiplication copies four bits to both places, a mask keeps the sign of one and the rest of the other."""
+    """Return PTX for MXFP4.
+
+    A multiplication copies four bits to both places, a mask selects the sign of one, the rest of the other.
+    """
     found = [""]
     for i in range(fields):
         source, text = w[i // 4], ""
@@ -126,9 +132,9 @@ def _mx_ptx(fields, r, w):
 
 @gluon.constexpr_function
 def column_ptx(bits, column, affine, tiles, gang):
-    """16 rows times some columns that share x, in turns, so that an `mma` need not wait for the one before.
+    """Return PTX for 16 rows times `interleave` columns that share x, interleaved so that dependent `mma` do not stall.
 
-    Out: 4 sums a column and tile of eight tokens. In: words of row g and of row g + 8 for each column, pairs of x, a stream's
+    Out: 4 sums per column and tile of eight tokens. In: words of row g and of row g + 8 for each column, pairs of x, a stream's
     shift.
     """
     words, fields = word_count(bits, column), column // 8
@@ -154,13 +160,16 @@ def column_ptx(bits, column, affine, tiles, gang):
 
 @gluon.constexpr_function
 def column_regs(bits, column, tiles, gang):
-    """Constraints of `column_ptx`."""
+    """Return the register constraints of `column_ptx`."""
     return "=&f," * (4 * tiles * gang) + "r," * (2 * word_count(bits, column) * gang + column // 8 * tiles) + "r"
 
 
 @gluon.constexpr_function
 def words_ptx(bits, column, place, pitch):
-    """Words of rows g and g + 8 of the column at byte `place`; $n: a lane's first word, $n+1: the next one of a stream."""
+    """Return PTX that loads words of rows g and g + 8 of the column at byte `place`.
+
+    $n is a lane's first word, $n+1 the next word of a stream.
+    """
     words = word_count(bits, column)
     at, text = 2 * words, ""
     for row in range(2):
@@ -178,20 +187,20 @@ def words_ptx(bits, column, place, pitch):
 
 @gluon.constexpr_function
 def words_regs(bits, column):
-    """Constraints of `words_ptx`."""
+    """Return the register constraints of `words_ptx`."""
     return "=r," * (2 * word_count(bits, column)) + "r,r,~{memory}"
 
 
 @gluon.constexpr_function
 def x_ptx(bits, column, affine, place):
-    """8 or 16 values of x, as the pairs of a lane's codes; `place` is global or shared."""
+    """Return PTX that loads 8 or 16 values of x, paired like a lane's codes; `place` is global or shared."""
     fields = column // 8
     text = "{.reg .b32 r<8>,big;" + ("" if affine else "mov.b32 big,0x5F805F80;")
     for i in range(fields // 4):
         text += f"ld.{place}.v4.b32 {{{','.join(f'r{4 * i + k}' for k in range(4))}}},[${fields + i}];"
-    apart = 1 if bits == 8 else 2 if bits == 4 else 4
-    for n, i in enumerate([i for i in range(fields) if not i & apart]):
-        text += f"prmt.b32 ${2 * n},r{i},r{i + apart},0x5410; prmt.b32 ${2 * n + 1},r{i},r{i + apart},0x7632;"
+    stride = 1 if bits == 8 else 2 if bits == 4 else 4
+    for n, i in enumerate([i for i in range(fields) if not i & stride]):
+        text += f"prmt.b32 ${2 * n},r{i},r{i + stride},0x5410; prmt.b32 ${2 * n + 1},r{i},r{i + stride},0x7632;"
     if not affine:
         text += "".join(f"mul.rn.bf16x2 ${n},${n},big;" for n in range(fields))
     return text + "}"
@@ -199,19 +208,19 @@ def x_ptx(bits, column, affine, place):
 
 @gluon.constexpr_function
 def x_regs(column, place):
-    """Constraints of `x_ptx`."""
+    """Return the register constraints of `x_ptx`."""
     return "=&r," * (column // 8) + ("l,l" if place == "global" else "r,r,~{memory}")
 
 
 @gluon.constexpr_function
 def sums_ptx(bits, column):
-    """Sums of x of two columns, then minus their sums of offset * x."""
+    """Return PTX for the sums of x of two columns, then minus their sums of offset * x."""
     text, fields = "{.reg .b32 one; .reg .f32 z; mov.b32 one,0x3F803F80; mov.f32 z,0f00000000;", column // 8
     found, begin = offsets(bits, fields), "z,z,z,z"
     for i in range(0, fields, 2):
         a = []
         for k in (i, i + 1):
-            # minus a power of two: its exponent beside the sign
+            # minus a power of two: sign and exponent bits
             exponent = 0x8000 | ((126 + int(found[k]).bit_length()) << 7)
             text += f".reg .b32 m{k}; mov.b32 m{k},{exponent * 0x10001:#x};"
             a += ["one", f"m{k}"]
@@ -222,15 +231,16 @@ def sums_ptx(bits, column):
 
 @gluon.constexpr_function
 def sums_regs(column):
-    """Constraints of `sums_ptx`."""
+    """Return the register constraints of `sums_ptx`."""
     return "=&f," * 4 + ",".join("r" * (column // 8))
 
 
 @gluon.constexpr_function
 def copy_part_ptx(row_nbytes, part_nbytes, pitch, even):
-    """Part of 16 rows into a slot. $1: where a lane's chunk goes, $2, $3: where it lies, of the first and the last eight rows.
+    """Return PTX that copies part of 16 rows into a slot.
 
-    $4 is how much of the row is left from there on; where parts are whole, whether there is any.
+    $1 is the destination of a lane's chunk, $2 and $3 its source in the first and the last eight rows, $4 the bytes left of the
+    row from there; with `even` parts, whether any are left.
     """
     line = min(part_nbytes & -part_nbytes, 128)
     rows = 32 * 16 // line
@@ -248,16 +258,16 @@ def copy_part_ptx(row_nbytes, part_nbytes, pitch, even):
 @gluon.jit
 def load_x(x, t, BITS: gl.constexpr, COLUMN: gl.constexpr, AFFINE: gl.constexpr, PLACE: gl.constexpr):
     """Load the x of a lane's codes of a column that begins at address `x`."""
-    APART: gl.constexpr = BITS == 3 or BITS == 5
-    at = x + t * (16 if APART else COLUMN // 2)
-    args = [at, at + (64 if APART else 16)]
+    SPLIT: gl.constexpr = BITS == 3 or BITS == 5
+    at = x + t * (16 if SPLIT else COLUMN // 2)
+    args = [at, at + (64 if SPLIT else 16)]
     text: gl.constexpr = x_ptx(BITS, COLUMN, AFFINE, PLACE)
     return gl.inline_asm_elementwise(text, x_regs(COLUMN, PLACE), args, (gl.int32,) * (COLUMN // 8), is_pure=False, pack=1)
 
 
 @gluon.jit
 def column_starts(x, BITS: gl.constexpr, COLUMN: gl.constexpr, AFFINE: gl.constexpr):
-    """Sum x over columns 2t and 2t + 1, and give minus their sums of offset * x."""
+    """Sum x over columns 2t and 2t + 1, and return minus their sums of offset * x."""
     if AFFINE:
         text: gl.constexpr = sums_ptx(BITS, COLUMN)
         sums = gl.inline_asm_elementwise(text, sums_regs(COLUMN), x, (gl.float32,) * 4, is_pure=True, pack=1)

@@ -1,11 +1,11 @@
-"""Products of groups of four-bit codes with tokens in bf16: PTX for what a thread does, for Gluon kernels.
+"""Products of groups of four-bit codes with tokens in bf16: PTX of one thread, for Gluon kernels.
 
 Every tensor has one element per thread.
 
 - A warp multiplies 16 rows by 64 codes, one group, with four `mma.m16n8k16`. Step j takes nibbles j and j + 4 of each word:
   `(word >> 4j) & 0x000F000F | 0x43004300` is a bf16 pair 128 + code, and x is paired (j, j + 4) to match.
 - The accumulator starts at -128 Σ x (an mma with ones puts Σ x in the right lanes), so it ends at Σ code x.
-- Codes go to a ring in shared memory by `cp.async`, 16-byte chunks xor-swizzled by row against bank conflicts.
+- Codes go to a ring in shared memory by `cp.async`, 16-byte chunks xor-swizzled by row against shared-memory conflicts.
 """
 
 from typing import Any
@@ -17,7 +17,10 @@ from auraflux.ops.hopper.mma import MMA
 
 
 def _group_ptx(tiles: int) -> Any:
-    """16 rows x 64 codes. Out: 4 sums a tile of 8 tokens. In: codes of rows g and g + 8, 8 pairs of x and 2 starts a tile."""
+    """Return PTX for 16 rows x 64 codes.
+
+    Out: 4 sums per tile of 8 tokens. In: codes of rows g and g + 8, 8 pairs of x and 2 starts per tile.
+    """
     w = 4 * tiles
     text = f"{{.reg .b32 u0,u1,v0,v1,a0,a1,a2,a3; mov.b64 {{u0,u1}},${w}; mov.b64 {{v0,v1}},${w + 1};"
     for j in range(4):
@@ -31,7 +34,7 @@ def _group_ptx(tiles: int) -> Any:
 
 
 def _x_ptx(load: str) -> Any:
-    """Two 16-byte loads of x, as pairs (j, j + 4) of each eight."""
+    """Return PTX for two 16-byte loads of x, as pairs (j, j + 4) of each eight."""
     text = f"{{.reg .b32 r<8>; {load}.v4.b32 {{r0,r1,r2,r3}},[$8]; {load}.v4.b32 {{r4,r5,r6,r7}},[$9];"
     for i, a in enumerate((0, 1, 4, 5)):
         text += f"prmt.b32 ${2 * i},r{a},r{a + 2},0x5410; prmt.b32 ${2 * i + 1},r{a},r{a + 2},0x7632;"
@@ -39,9 +42,9 @@ def _x_ptx(load: str) -> Any:
 
 
 def _normed_x_ptx(added: bool) -> Any:
-    """16 values of the stream, with what is added to them, times the weights of a norm, as pairs (j, j + 4) of each eight.
+    """Return PTX for 16 values of x + delta times a norm's weights, as pairs (j, j + 4) of each eight.
 
-    Out: 8 pairs, the sum of the squares. In: where values, weights, addends and sums are; whether to store the sums.
+    Out: 8 pairs, the sum of the squares. In: addresses of values, weights, addends and sums; whether to store the sums.
     """
     text = "{.reg .pred p; .reg .b32 r<8>,d<8>; .reg .f32 n<16>,f<16>,a,b; setp.ne.b32 p,$13,0; mov.f32 $8,0f00000000;"
     text += "ld.global.v4.b32 {r0,r1,r2,r3},[$9]; ld.global.v4.b32 {r4,r5,r6,r7},[$9+16];"
@@ -69,14 +72,14 @@ def _normed_x_ptx(added: bool) -> Any:
 
 
 def _sum_ptx() -> Any:
-    """Sums of x over 64 inputs, by a product with ones. Out: columns 2t and 2t + 1. In: 8 pairs of x."""
+    """Return PTX for the sums of x over 64 inputs, by a product with ones. Out: columns 2t and 2t + 1. In: 8 pairs of x."""
     step = f"{MMA} {{$0,$1,d0,d1}},{{one,one,one,one}},"
     text = "{.reg .b32 one; .reg .f32 z,d0,d1; mov.b32 one,0x3F803F80; mov.f32 z,0f00000000;" + step + "{$2,$6},{z,z,z,z};"
     return gl.constexpr(text + "".join(f"{step}{{${2 + j},${6 + j}}},{{$0,$1,d0,d1}};" for j in (1, 2, 3)) + "}")
 
 
 def _registers(tiles: int) -> Any:
-    """Constraints of `_group_ptx`."""
+    """Return the register constraints of `_group_ptx`."""
     return gl.constexpr("=&f," * 4 * tiles + "l,l," + "r," * 8 * tiles + "f," * (2 * tiles - 1) + "f")
 
 
@@ -87,9 +90,9 @@ NORMED_X, ADDED_X = _normed_x_ptx(False), _normed_x_ptx(True)
 
 @gluon.constexpr_function
 def _halves_ptx(row_nbytes, rows):
-    """128 bytes of each row; a lane copies 16 bytes of rows r, r + 4, r + 8 ... ($1: to even fours, $2: to odd fours).
+    """Return PTX that copies 128 bytes of each row: a lane copies 16 bytes of rows r, r + 4, r + 8 ...
 
-    The first half of the rows begins at $3, the second at $4.
+    $1 is the destination of even fours, $2 of odd fours; the first half of the rows begins at $3, the second at $4.
     """
     text = "{.reg .pred p; setp.ne.b32 p,$5,0; mov.b32 $0,0;"
     for i in range(rows // 4):
@@ -123,7 +126,7 @@ def load_x(PTX: gl.constexpr, REGS: gl.constexpr, first, second):
 
 @gluon.jit
 def load_normed_x(PTX: gl.constexpr, x, norm, delta, total, stores):
-    """Load 16 values of x times those of a norm, and the sum of their squares before; delta is added first, the sum stored."""
+    """Load 16 values of x + delta times a norm's weights, and the sum of squares of x + delta, which is stored if `stores`."""
     args = [x, norm, delta, total, stores.to(gl.int32)]
     REGS: gl.constexpr = "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&f,l,l,l,l,r,~{memory}"
     return gl.inline_asm_elementwise(PTX, REGS, args, (gl.int32,) * 8 + (gl.float32,), is_pure=False, pack=1)

@@ -1,13 +1,14 @@
-"""Products of codes of 2 to 8 bits with one token's x in whole numbers: PTX for what a thread does, for Gluon kernels.
+"""Products of codes of 2 to 8 bits with one token's x in integers: PTX of one thread, for Gluon kernels.
 
-Every tensor has one element per thread. A column is what one `mma` column sums up: a group, or half of a group of 128. Of a
-column each lane (g, t) has some codes of rows g and g + 8, and the x that belong to them.
+Every tensor has one element per thread. A column of codes is summed by one `mma` column: a group, or half of a group of 128.
+Lane (g, t) has some codes of a column, of rows g and g + 8, and their x.
 
-- A register holds four codes, each in a byte of its own. A code may lie higher in its byte than at the lowest bits, so that a
-  mask is all it takes; its x is as much smaller then.
-- x is rounded to 16 bits, over the largest of its column, and goes into two bytes: x = (256 high + low) * factor. Columns of
-  an `mma` are the high bytes of four columns of codes and the low bytes of the same four, whose sums are added in the end.
-- Lanes keep the sums of columns 4u to 4u + 3, u = t % 2: the high ones where t < 2, else the low ones.
+- A register holds four codes, one per byte. A code may sit above the lowest bits of its byte, so that one mask extracts it; its
+  x is scaled down to match.
+- x is rounded to 16 bits relative to the largest of its column, and split into two bytes: x = (256 high + low) * factor.
+  Columns of an `mma` are the high bytes of four columns of codes and the low bytes of the same four, whose sums are added in
+  the end.
+- Lanes accumulate columns 4u to 4u + 3, u = t % 2: the high bytes where t < 2, otherwise the low ones.
 """
 
 from triton.experimental import gluon
@@ -18,13 +19,13 @@ from auraflux.ops.hopper.mma import MMA_U8_S8
 
 @gluon.constexpr_function
 def words_of_row(bits, column):
-    """Count the words in which a lane's codes of a column and a row lie; of 3 and 5 bits, they may begin within the first."""
+    """Return the words that hold a lane's codes of a column and a row; of 3 and 5 bits, they may begin within the first."""
     return {3: 2, 5: 3}.get(bits, bits * column // 128)
 
 
 @gluon.constexpr_function
 def place_of(bits, q, b):
-    """Byte b of register q: which of a lane's codes of a column it is, and how many bits above the lowest one it begins."""
+    """Return which of a lane's codes of a column byte b of register q has, and how many bits above the lowest one it begins."""
     if bits == 8:
         return 4 * q + b, 0
     if bits == 4:
@@ -40,16 +41,16 @@ def place_of(bits, q, b):
 
 @gluon.constexpr_function
 def in_place(bits, q, value):
-    """Give `value` where each byte of register q has its code."""
+    """Return `value` at the bits of each byte of register q where its code is."""
     return sum(value << (8 * b + place_of(bits, q, b)[1]) for b in range(4))
 
 
 @gluon.constexpr_function
-def _apart_ptx(bits, r, w, shift):
-    """Words w of row r as registers {r}f0, ... of four codes; $shift: which bytes of two words, and their shift."""
+def _unpack_ptx(bits, r, w, shift):
+    """Return PTX that unpacks words w of row r to registers {r}f0, ... of four codes; $shift: byte selectors and shifts."""
     f, t = [f"{r}f{q}" for q in range(4)], [f"{r}t{n}" for n in range(7)]
 
-    def keep(q, source):
+    def mask(q, source):
         return f"and.b32 {f[q]},{source},{in_place(bits, q, (1 << bits) - 1):#x};"
 
     def pick(to, a, b, how):
@@ -60,33 +61,33 @@ def _apart_ptx(bits, r, w, shift):
         text += "".join(f"mov.b32 {to},{word};" for to, word in zip(f, w, strict=False))
     elif bits == 4:
         for i, word in enumerate(w):
-            text += keep(2 * i, word) + f"shr.u32 {t[i]},{word},4;" + keep(2 * i + 1, t[i])
+            text += mask(2 * i, word) + f"shr.u32 {t[i]},{word},4;" + mask(2 * i + 1, t[i])
     elif bits == 2:
-        text += keep(0, w[0]) + keep(1, w[0]) + f"shr.u32 {t[0]},{w[0]},4;" + keep(2, t[0]) + keep(3, t[0])
+        text += mask(0, w[0]) + mask(1, w[0]) + f"shr.u32 {t[0]},{w[0]},4;" + mask(2, t[0]) + mask(3, t[0])
     elif bits == 6:
-        # codes 0 and 3 of four lie within bytes, 1 and 2 do four bits on
-        text += pick(t[0], w[0], w[1], 0x5320) + pick(t[1], w[1], w[2], 0x7542) + keep(0, t[0]) + keep(1, t[1])
+        # codes 0 and 3 of four lie within bytes; 1 and 2 do after a shift by four bits
+        text += pick(t[0], w[0], w[1], 0x5320) + pick(t[1], w[1], w[2], 0x7542) + mask(0, t[0]) + mask(1, t[1])
         text += f"shf.r.wrap.b32 {t[2]},{w[0]},{w[1]},4; shf.r.wrap.b32 {t[3]},{w[1]},{w[2]},4; shr.u32 {t[4]},{w[2]},4;"
-        text += pick(t[5], t[2], t[3], 0x4310) + pick(t[6], t[3], t[4], 0x6532) + keep(2, t[5]) + keep(3, t[6])
+        text += pick(t[5], t[2], t[3], 0x4310) + pick(t[6], t[3], t[4], 0x6532) + mask(2, t[5]) + mask(3, t[6])
     else:
-        # half of the codes of eight lie within bytes, the other half do four bits on
+        # half of eight codes lie within bytes; the others do after a shift by four bits
         for h in range(2):
             low, high, near, far = w[h if bits == 5 else 0], w[h + 1 if bits == 5 else 1], t[2 * h], t[2 * h + 1]
-            text += pick(near, low, high, shift[h]) + keep(2 * h, near)
+            text += pick(near, low, high, shift[h]) + mask(2 * h, near)
             if bits == 5:
                 text += f"shf.r.wrap.b32 {far},{low},{high},{shift[2 + h]};"
             else:
                 text += f"shr.u32 {far},{near},4;" + pick(far, far, far, 0x2110)
-            text += keep(2 * h + 1, far)
+            text += mask(2 * h + 1, far)
     return text
 
 
 @gluon.constexpr_function
 def _columns_ptx(bits, column, gang, first):
-    """16 rows times some columns in turns, so that an `mma` need not wait for the one before.
+    """Return PTX for 16 rows times `interleave` columns, interleaved so that dependent `mma` do not stall.
 
-    Out: 4 sums a column. In: words of row g and of row g + 8 for each column, x of both sets, and what 3 and 5 bits are
-    shifted by. `first` is the number of the first column.
+    Out: 4 sums per column. In: words of row g and of row g + 8 for each column, x of both sets, and the shifts of 3 and 5 bits.
+    `first` is the number of the first column.
     """
     words, regs = words_of_row(bits, column), column // 16
     x = 4 * gang + 2 * words * gang
@@ -94,7 +95,7 @@ def _columns_ptx(bits, column, gang, first):
     text = "{.reg .b32 " + ",".join(f"{r}f<4>,{r}t<7>" for r in rows) + ";"
     shift = [f"${x + 2 * regs + i}" for i in range(4)]
     for n, r in enumerate(rows):
-        text += _apart_ptx(bits, r, [f"${4 * gang + words * n + i}" for i in range(words)], shift)
+        text += _unpack_ptx(bits, r, [f"${4 * gang + words * n + i}" for i in range(words)], shift)
     for i in range(0, regs, 2):
         for n in range(gang):
             c, b = ",".join(f"${4 * n + k}" for k in range(4)), x + regs * ((first + n) // 2 % 2) + i
@@ -105,14 +106,14 @@ def _columns_ptx(bits, column, gang, first):
 
 @gluon.constexpr_function
 def _columns_regs(bits, column, gang):
-    """Constraints of `_columns_ptx`."""
+    """Return the register constraints of `_columns_ptx`."""
     more = {3: 2, 5: 4}.get(bits, 0)
     return "=&r," * (4 * gang) + ",".join("r" * (2 * words_of_row(bits, column) * gang + column // 8 + more))
 
 
 @gluon.constexpr_function
 def _load_ptx(column):
-    """A lane's x of a column, two bf16 to a word."""
+    """Return PTX that loads a lane's x of a column, two bf16 to a word."""
     pairs, text = column // 8, ""
     for i in range(pairs // 4):
         text += f"ld.global.v4.b32 {{{','.join(f'${4 * i + k}' for k in range(4))}}},[${pairs}+{16 * i}];"
@@ -121,7 +122,7 @@ def _load_ptx(column):
 
 @gluon.constexpr_function
 def _words_ptx(bits, column, place, pitch):
-    """Words of rows g and g + 8 of the column at byte `place`."""
+    """Return PTX that loads words of rows g and g + 8 of the column at byte `place`."""
     words, text = words_of_row(bits, column), ""
     size = words if words in (2, 4) and bits != 3 else 1
     for row in range(2):
@@ -134,7 +135,10 @@ def _words_ptx(bits, column, place, pitch):
 
 @gluon.constexpr_function
 def _rounded_ptx(bits, column):
-    """Out: x of the first set of columns, of the second, four factors. In: pairs of x, the lane, whose factors to give."""
+    """Return PTX that rounds x. Out: x of both sets of columns, four factors. In.
+
+    Pairs of x, the lane, lanes of the factors.
+    """
     pairs, regs = column // 8, column // 16
     o = 2 * regs + 4
     text = "{.reg .b32 m,k,e,a<8>,y<16>,s<8>,v,w,f; .reg .pred p;"
@@ -156,7 +160,7 @@ def _rounded_ptx(bits, column):
         y = [f"y{place_of(bits, q, b)[0]}" for b in range(4)]
         text += f"prmt.b32 v,{y[0]},{y[1]},0x5140; prmt.b32 w,{y[2]},{y[3]},0x5140;"
         text += f"prmt.b32 ${q},v,w,0x7632; prmt.b32 ${regs + q},v,w,0x5410; xor.b32 ${regs + q},${regs + q},0x80808080;"
-    # lanes below 16 keep high bytes and get those of the lanes above, which keep low bytes
+    # lanes below 16 hold the high bytes of both halves of the warp, lanes above the low bytes
     text += f"setp.lt.u32 p,${o + pairs},16;"
     for q in range(regs):
         text += f"selp.b32 v,${regs + q},${q},p; shfl.sync.bfly.b32 w,v,16,31,0xffffffff;"
@@ -168,7 +172,7 @@ def _rounded_ptx(bits, column):
 
 @gluon.constexpr_function
 def _sums_ptx(bits, column):
-    """Sums of x of both sets, by a product with codes of 1."""
+    """Return PTX for the sums of x of both sets, by a product with codes of 1."""
     regs = column // 16
     text = "{.reg .b32 o<4>,d<4>;" + "".join(f"mov.b32 o{q},{in_place(bits, q, 1):#x};" for q in range(regs))
     for half in range(2):
@@ -181,7 +185,7 @@ def _sums_ptx(bits, column):
 
 @gluon.jit
 def column_of(lane):
-    """Tell which of eight columns a lane makes x of: 0, 1, 4, 5 are the first set of the `mma`, 2, 3, 6, 7 the second."""
+    """Return which of eight columns a lane rounds x of: 0, 1, 4, 5 are the first set of the `mma`, 2, 3, 6, 7 the second."""
     g = lane // 4
     return g // 2 % 2 * 4 + g // 4 * 2 + g % 2
 
@@ -196,7 +200,7 @@ def raw_x(x, t, COLUMN: gl.constexpr):
 
 @gluon.jit
 def shifts(t, BITS: gl.constexpr):
-    """What 3 and 5 bits are taken apart by: which bytes of two words, for either eight codes, and the shift of 5 bits."""
+    """Return byte selectors of two words that unpack 3 and 5 bits, for either eight codes, and the shifts of 5 bits."""
     byte = 2 * BITS * t % 4
     found = ()
     if BITS == 3:
@@ -217,7 +221,7 @@ def byte_words_at(at, PLACE: gl.constexpr, BITS: gl.constexpr, COLUMN: gl.conste
 
 @gluon.jit
 def rounded(x, lane, BITS: gl.constexpr, COLUMN: gl.constexpr):
-    """Round x to 16 bits: x of two sets of columns, then the factors of what this lane keeps."""
+    """Round x to 16 bits; return x of two sets of columns, then the factors of this lane's columns."""
     at = lane % 2 * 8
     regs: gl.constexpr = "=&r," * (COLUMN // 8) + "=&f," * 4 + "r," * (COLUMN // 8) + "r,r,r,r,r"
     types: gl.constexpr = (gl.int32,) * (COLUMN // 8) + (gl.float32,) * 4

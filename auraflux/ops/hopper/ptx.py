@@ -1,24 +1,24 @@
-"""Single instructions of Hopper for Gluon kernels: PTX for what a thread does.
+"""Single Hopper instructions for Gluon kernels: PTX of one thread.
 
-Every tensor has one element per thread. A text that gives nothing ends in `mov.b32 $0,0`, since Triton wants a result, and
-names its operand in a comment; `run` executes it. Loads and stores of shared memory are in `shared_memory.py`, copies in
-`copy.py`, sums over lanes in `reduce.py`, products in `mma.py`.
+Every tensor has one element per thread. PTX without a result ends in `mov.b32 $0,0`, since Triton requires one, and names its
+operand in a comment; `run` executes it. Loads and stores of shared memory are in `shared_memory.py`, copies in `copy.py`,
+reductions over lanes in `reduce.py`, products in `mma.py`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# let the lanes of a warp meet
+# synchronise the lanes of a warp
 SYNC = gl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0,0; // $1")
-# wait for the kernel before (programmatic dependent launch), let the next one begin, or both
+# programmatic dependent launch: wait for the previous kernel, let the next one begin, or both
 WAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0,0; // $1")
 LAUNCH = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0,0; // $1")
-# after this x may be read; the next kernel may start at once, since all it reads early is weights
-AWAIT = gl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0,0; // $1")
-# arrive at the barrier of a cluster, and wait there for its other programs
-ARRIVE = gl.constexpr("barrier.cluster.arrive.release.aligned; mov.b32 $0,0; // $1")
-MEET = gl.constexpr("barrier.cluster.wait.acquire.aligned; mov.b32 $0,0; // $1")
-# make what threads wrote to shared memory visible to TMA and wgmma
+# x may be read after this; the next kernel may start at once, since before its own wait it reads only weights
+WAIT_AND_LAUNCH = gl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0,0; // $1")
+# arrive at the barrier of a cluster, and wait there for all its programs
+CLUSTER_ARRIVE = gl.constexpr("barrier.cluster.arrive.release.aligned; mov.b32 $0,0; // $1")
+CLUSTER_WAIT = gl.constexpr("barrier.cluster.wait.acquire.aligned; mov.b32 $0,0; // $1")
+# make stores to shared memory visible to TMA and wgmma
 FENCE = gl.constexpr("fence.proxy.async.shared::cta; mov.b32 $0,0; // $1")
 # the address of the dynamic shared memory
 SHARED_BASE = gl.constexpr("mov.u32 $0,global_smem; // $1")
@@ -26,13 +26,13 @@ SHARED_BASE = gl.constexpr("mov.u32 $0,global_smem; // $1")
 
 @gluon.jit
 def run(PTX: gl.constexpr, lane):
-    """Execute a text that gives nothing, such as SYNC or AWAIT, in every thread."""
+    """Execute PTX without a result, such as SYNC or WAIT_AND_LAUNCH, in every thread."""
     gl.inline_asm_elementwise(PTX, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def shared(NBYTES: gl.constexpr, tid):
-    """Allocate the kernel's only shared memory, to be kept alive by the caller, and give its address.
+    """Allocate the kernel's only shared memory, which the caller must hold alive, and return its address.
 
     As the only allocation it begins where the dynamic segment does; the store makes Triton declare it.
     """
@@ -43,7 +43,7 @@ def shared(NBYTES: gl.constexpr, tid):
 
 @gluon.jit
 def from_lane(value, lane):
-    """Give the word that another lane of the warp has."""
+    """Return the word of another lane of the warp."""
     text: gl.constexpr = "shfl.sync.idx.b32 $0,$1,$2,31,0xffffffff;"
     return gl.inline_asm_elementwise(text, "=r,r,r", [value, lane], gl.int32, is_pure=False, pack=1)
 

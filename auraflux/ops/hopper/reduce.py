@@ -1,6 +1,6 @@
-"""Sums, maxima and counts over the lanes of a warp: PTX for what a thread does; every tensor has one element per thread.
+"""Sums, maxima and counts over the lanes of a warp: PTX of one thread; every tensor has one element per thread.
 
-All 32 lanes take part. Float sums are made by butterfly shuffles and come out alike, to the bit, in all lanes they are over.
+All 32 lanes take part. Float sums use butterfly shuffles and are bit-identical in all participating lanes.
 """
 
 from triton.experimental import gluon
@@ -30,7 +30,7 @@ ADD_BELOW = gl.constexpr(
 def sum_over(value, LANES: gl.constexpr, PURE: gl.constexpr = True):
     """Sum float32 over each LANES neighbouring lanes, a power of two.
 
-    PURE  whether the compiler may move or repeat it; not where the result is used by some of the lanes only
+    PURE  whether the compiler may move or repeat it; False where only some lanes use the result
     """
     return gl.inline_asm_elementwise(_sum_ptx(LANES), "=&f,f", [value], gl.float32, is_pure=PURE, pack=1)
 
@@ -42,8 +42,8 @@ def sum_four(value):
 
 
 @gluon.jit
-def add_below(value):
-    """Sum integers over the lanes of the warp up to and with each."""
+def inclusive_scan(value):
+    """Sum integers over the lanes of the warp up to and including each."""
     return gl.inline_asm_elementwise(ADD_BELOW, "=&r,r", [value], gl.int32, is_pure=False, pack=1)
 
 
@@ -54,19 +54,22 @@ def _redux(value, HOW: gl.constexpr):
 
 @gluon.jit
 def highest(value):
-    """Find the largest integer of the warp."""
+    """Return the largest integer of the warp."""
     return _redux(value, "max.s32")
 
 
 @gluon.jit
-def same(value):
-    """Tell the compiler that all lanes have the same integer, so that no branch on it parts them."""
+def warp_uniform(value):
+    """Return an integer that all lanes have in common, as one that the compiler knows to be warp-uniform.
+
+    Branches do not diverge.
+    """
     return gl.inline_asm_elementwise(_redux_ptx("max.s32"), "=r,r", [value], gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def lowest(value):
-    """Find the smallest integer of the warp."""
+    """Return the smallest integer of the warp."""
     return _redux(value, "min.s32")
 
 
@@ -84,6 +87,6 @@ def any_bits(value):
 
 @gluon.jit
 def count_true(there):
-    """Count the lanes of the warp in which it holds."""
+    """Count the lanes of the warp in which `there` is true."""
     text: gl.constexpr = "{.reg .pred p; .reg .b32 m; setp.ne.b32 p,$1,0; vote.sync.ballot.b32 m,p,0xffffffff; popc.b32 $0,m;}"
     return gl.inline_asm_elementwise(text, "=r,r", [there.to(gl.int32)], gl.int32, is_pure=False, pack=1)

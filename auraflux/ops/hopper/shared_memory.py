@@ -1,6 +1,6 @@
-"""Loads and stores of shared memory by address: PTX for what a thread does; every tensor has one element per thread.
+"""Loads and stores of shared memory by address: PTX of one thread; every tensor has one element per thread.
 
-Addresses are aligned to what is read or written. What takes `there` does nothing in threads where that is false.
+Addresses are aligned to the access size. Functions that take `there` do nothing in threads where it is false.
 """
 
 from triton.experimental import gluon
@@ -21,7 +21,7 @@ def long_at(at):
 
 @gluon.jit
 def short_at(at):
-    """Load 16 bits, with zeros above them."""
+    """Load 16 bits, zero-extended."""
     text: gl.constexpr = "{.reg .b16 h; ld.shared.b16 h,[$1]; cvt.u32.u16 $0,h;}"
     return gl.inline_asm_elementwise(text, "=r,r,~{memory}", [at], gl.int32, is_pure=False, pack=1)
 
@@ -35,7 +35,7 @@ def half_at(at):
 
 @gluon.jit
 def float_at(at, there):
-    """Load a float32; zero in threads that do not."""
+    """Load a float32; zero in threads where not `there`."""
     text: gl.constexpr = "{.reg .pred p; setp.ne.b32 p,$2,0; mov.b32 $0,0; @p ld.shared.f32 $0,[$1];}"
     return gl.inline_asm_elementwise(text, "=f,r,r,~{memory}", [at, there.to(gl.int32)], gl.float32, is_pure=False, pack=1)
 
@@ -123,7 +123,7 @@ def put_long(at, value, there):
 
 
 @gluon.jit
-def count_in(at, there):
-    """Add 1 to a counter where `there`, and give what it was before; zero elsewhere."""
+def atomic_increment(at, there):
+    """Add 1 to a counter where `there`, and return its previous value; zero elsewhere."""
     text: gl.constexpr = "{.reg .pred p; setp.ne.b32 p,$2,0; mov.b32 $0,0; @p atom.shared.add.u32 $0,[$1],1;}"
     return gl.inline_asm_elementwise(text, "=r,r,r,~{memory}", [at, there.to(gl.int32)], gl.int32, is_pure=False, pack=1)

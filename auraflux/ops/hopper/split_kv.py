@@ -1,12 +1,12 @@
-"""What attention of few tokens on Hopper shares: the positions that a program has, tiles for TMA, and the merge.
+"""Split-KV attention of few tokens on Hopper: the range of a split, tiles for TMA, and the merge.
 
-Programs of a token and head divide the positions it sees into equal shares of whole tiles. Each leaves the mean of its values,
-its largest score, in units of log2(e), and its sum of weights; a second kernel merges them. How many share is decided by what
-else there is to do; or, inside `invariant`, by how much the token sees, and the merge has room for the most there can be.
+Programs of a token and head split the positions it sees into equal ranges of full tiles. Each stores the mean of its values,
+its largest score, in units of log2(e), and its sum of weights; a second kernel merges them. The number of splits depends on how
+much other work there is; inside `invariant`, on how much the token sees, and the merge has room for the most there can be.
 
-The first kernel lets the second begin when it has waited itself. So the second may let the next begin before it has waited:
-what comes next then knows all but the shares to be there, and nobody else reads those. It does where the first asks for less
-than it has room for before its own wait: what the next call reads keeps the shares waiting.
+The first kernel launches the second once it has waited itself. So the second may launch the next before it has waited: whatever
+the next reads early is complete except the partials, which only the merge reads. EARLY does so where the first kernel requests
+less than fits before its own wait: otherwise loads of the next call would delay the merge.
 """
 
 from functools import cache
@@ -22,21 +22,21 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops._dispatch import is_invariant
-from auraflux.ops.hopper.launch import described, launch
-from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.hopper.softmax import Parts
+from auraflux.ops.gpu.blocks.softmax import Partials
+from auraflux.ops.gpu.launch import launch, tensor_descriptor
+from auraflux.ops.gpu.sizes import cdiv, power_of_two
 
 TILE = 64  # positions
 MOST_SPLITS = 128
-# inside `invariant`: positions of a share, unless that makes too many of them
-ALIKE_KEYS, ALIKE_SPLITS = 256, 64
-WARPS = 4  # of a program that merges
-ACROSS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of what warps tell each other, [4, columns]
+# inside `invariant`: positions per split, and the most splits
+INVARIANT_KEYS, INVARIANT_SPLITS = 256, 64
+WARPS = 4  # per program of the merge
+ACROSS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of values exchanged between warps, [4, columns]
 LIST = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
-class Whole(NamedTuple):
-    """Results of programs that have no others to share with, in the place of parts."""
+class SingleSplit(NamedTuple):
+    """Results of programs without other splits, in place of `Partials`."""
 
     o: Tensor
     m: None = None
@@ -45,13 +45,13 @@ class Whole(NamedTuple):
 
 @gluon.constexpr_function
 def columns(n):
-    """Lay out accumulators of wgmma with n columns."""
+    """Return the layout of wgmma accumulators with n columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
 
 
 @gluon.constexpr_function
 def quarters(n):
-    """Lay out four rows in every thread, with n columns as accumulators have them."""
+    """Return the layout with four rows in every thread, and n columns as in accumulators."""
     more = [[0, 8 << i] for i in range((n // 8).bit_length() - 1)]
     lanes, warps = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]]
     return gl.DistributedLinearLayout([[1, 0], [2, 0], [0, 1], *more], lanes, warps, [], [4, n])
@@ -59,9 +59,9 @@ def quarters(n):
 
 @gluon.jit
 def top_of_columns(x, room, N: gl.constexpr):
-    """Find the largest of each column of 64 rows, of which each warp has 16.
+    """Return the maximum of each column of 64 rows, of which each warp has 16.
 
-    The warps meet once here, and must once more before the next call.
+    The warps synchronise once here, and must once more before the next call.
     """
     room.store(gl.max(gl.reshape(x, [4, 16, N]), 1))
     gl.thread_barrier()
@@ -70,37 +70,37 @@ def top_of_columns(x, room, N: gl.constexpr):
 
 @gluon.jit
 def sum_of_columns(x, room, N: gl.constexpr):
-    """Sum each column of 64 rows in the same way."""
+    """Return the sum of each column of 64 rows, synchronising as `top_of_columns` does."""
     room.store(gl.sum(gl.reshape(x, [4, 16, N]), 1))
     gl.thread_barrier()
     return gl.convert_layout(gl.sum(room.load(quarters(N)), 0), gl.SliceLayout(0, columns(N)))
 
 
 def splits_for(wanted: int, capacity: int, least: int = TILE) -> int:
-    """How many programs share the positions of a token: as many as wanted, of `least` positions each, or as it must be."""
+    """Return the number of splits of a token: `wanted`, of `least` positions each, or the fixed number inside `invariant`."""
     if is_invariant():
-        return max(1, min(ALIKE_SPLITS, cdiv(capacity, ALIKE_KEYS)))
+        return max(1, min(INVARIANT_SPLITS, cdiv(capacity, INVARIANT_KEYS)))
     return max(1, min(MOST_SPLITS, wanted, cdiv(capacity, least)))
 
 
-def keys_each() -> int:
-    """Positions of a share, where that is fixed; 0 where it is not."""
-    return ALIKE_KEYS if is_invariant() else 0
+def invariant_split_keys() -> int:
+    """Return the positions per split inside `invariant`; 0 outside."""
+    return INVARIANT_KEYS if is_invariant() else 0
 
 
-def merged_at_once(splits: int) -> int:
-    """Room for shares in a program that merges."""
-    return ALIKE_SPLITS if is_invariant() else power_of_two(splits)
+def merge_capacity(splits: int) -> int:
+    """Return the splits that a program of the merge has room for."""
+    return INVARIANT_SPLITS if is_invariant() else power_of_two(splits)
 
 
 @gluon.jit
-def share_of(token, split, splits, window, index, S: gl.constexpr, N: gl.constexpr, EACH: gl.constexpr):
-    """Find a token's sequence, and a split's share of what it sees, in tiles of N.
+def split_range(token, split, splits, window, index, S: gl.constexpr, N: gl.constexpr, EACH: gl.constexpr):
+    """Return a token's sequence and the range of positions of a split, in tiles of N.
 
-    EACH     positions that a share is to have, so that there may be less than `splits`; 0 for equal shares for all
+    EACH     positions per split, so that there may be fewer than `splits`; 0 for equal ranges
 
-    returns sequence, first position of the share, first that is seen, end of the share, number of tiles, how many positions
-            were there before this step, and how many the token and those before it are
+    returns sequence, first position of the split, first visible position, end of the split, number of tiles, positions
+            before this step, and positions up to and including the token
     """
     sequence = token * 0
     if S > 1:
@@ -119,10 +119,10 @@ def share_of(token, split, splits, window, index, S: gl.constexpr, N: gl.constex
 
 
 @triton.jit
-def merge_shares(parts, sinks, out, heads, splits, D: tl.constexpr, S: tl.constexpr, P: tl.constexpr, EARLY: tl.constexpr):
-    """Merge the shares of one head at P channels; grid (tokens * heads, D / P).
+def merge_splits(parts, sinks, out, heads, splits, D: tl.constexpr, S: tl.constexpr, P: tl.constexpr, EARLY: tl.constexpr):
+    """Merge the splits of one head at P channels; grid (tokens * heads, D / P).
 
-    EARLY  let the next kernel begin before the shares are there
+    EARLY  launch the next kernel before the partials are complete
     """
     if EARLY:
         gdc_launch_dependents()
@@ -133,7 +133,7 @@ def merge_shares(parts, sinks, out, heads, splits, D: tl.constexpr, S: tl.conste
     row, d = line.to(tl.int64) * splits, tl.program_id(1) * P + tl.arange(0, P)
     sums = tl.load(parts.l + row + s, mask=s < splits, other=0.0)
     highest = tl.load(parts.m + row + s, mask=s < splits, other=float("-inf"))
-    # a share without positions has left zeros
+    # a split without positions has stored zeros
     means = tl.load(parts.o + (row + s)[:, None] * D + d[None, :], mask=(s < splits)[:, None], other=0.0).to(tl.float32)
     top = tl.max(tl.where(sums != 0, highest, float("-inf")), 0)
     sink = float("-inf")
@@ -149,26 +149,26 @@ def merge_shares(parts, sinks, out, heads, splits, D: tl.constexpr, S: tl.conste
     tl.store(out + line.to(tl.int64) * D + d, found.to(out.dtype.element_ty))
 
 
-def merge(parts: Parts, sinks: Tensor | None, out: Tensor, piece: int, early: bool) -> None:
-    """Merge shares [lines, splits, D], [lines, splits] twice, into out [tokens, heads, D], `piece` channels a program."""
+def merge(parts: Partials, sinks: Tensor | None, out: Tensor, piece: int, early: bool) -> None:
+    """Merge partials [lines, splits, D], [lines, splits] twice, into out [tokens, heads, D], `piece` channels per program."""
     lines, splits, width = parts[0].shape
-    grid, sizes = (lines, width // piece), (width, merged_at_once(splits), piece, early)
-    launch(merge_shares, grid)(parts, sinks, out, out.shape[1], splits, *sizes, num_warps=WARPS, launch_pdl=True)
+    grid, sizes = (lines, width // piece), (width, merge_capacity(splits), piece, early)
+    launch(merge_splits, grid)(parts, sinks, out, out.shape[1], splits, *sizes, num_warps=WARPS, launch_pdl=True)
 
 
-def room_for(lines: int, splits: int, width: int, dtype: torch.dtype, device: torch.device) -> Parts:
-    """Allocate shares [lines, splits, width] in `dtype`, and their largest scores and sums of weights."""
+def empty_split_partials(lines: int, splits: int, width: int, dtype: torch.dtype, device: torch.device) -> Partials:
+    """Allocate partials [lines, splits, width] in `dtype`, and their largest scores and sums of weights."""
     highest, sums = torch.empty(2, lines, splits, device=device)
-    return Parts(torch.empty(lines, splits, width, dtype=dtype, device=device), highest, sums)
+    return Partials(torch.empty(lines, splits, width, dtype=dtype, device=device), highest, sums)
 
 
 @cache
 def tile_layout(rows: int, width: int, dtype: gl.dtype) -> gl.NVMMASharedLayout:
-    """Lay out a tile in shared memory as TMA writes it and wgmma reads it."""
+    """Return the shared-memory layout of a tile for TMA and wgmma."""
     return gl.NVMMASharedLayout.get_default_for([rows, width], dtype)
 
 
 def tiles_of(x: Tensor, rows: int) -> TensorDescriptor:
-    """Let TMA bring `rows` rows of 16-bit numbers at a time."""
+    """Return a TMA descriptor for `rows` rows of 16-bit numbers at a time."""
     flat, dtype = x.view(-1, x.shape[-1]), gl.bfloat16 if x.dtype is torch.bfloat16 else gl.float16
-    return described(flat, [rows, flat.shape[1]], tile_layout(rows, flat.shape[1], dtype))
+    return tensor_descriptor(flat, [rows, flat.shape[1]], tile_layout(rows, flat.shape[1], dtype))

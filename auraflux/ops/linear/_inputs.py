@@ -1,4 +1,4 @@
-"""Inputs of the cases: weights of every format, tokens for them, and how much there is to multiply."""
+"""Inputs of the cases: weights of every format, tokens for them, and their memory traffic."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ def weight(
 ) -> QTensor:
     numbers = (torch.randn(rows, width) / width**0.5).to(scales)
     if group not in affine.GROUPS and kind == "affine":
-        # such groups are read, and nothing is rounded to them
+        # groups of checkpoints only: nothing is quantized to them
         return QTensor(*affine.encode(numbers, bits, group), bits, group, (rows, width)).interleave(lanes)
     return quantize(numbers, bits, group, kind).interleave(lanes)
 
@@ -29,7 +29,7 @@ def product(tokens: int, rows: int, width: int, bits: int, dtype: torch.dtype = 
 
 
 def coded(tokens: int, rows: int, width: int, bits: int, group: int) -> Args:
-    """In bf16; a group of 0 stands for MXFP4."""
+    """Return bf16 arguments; a group of 0 stands for MXFP4."""
     return product(tokens, rows, width, bits, dtype=BF16, group=group or 32, kind="affine" if group else "mxfp4")
 
 
@@ -76,14 +76,14 @@ def bf16_pair(first: int, second: int, width: int) -> list[torch.Tensor]:
 
 
 def from_stream(tokens: int, width: int, rows: list[int], dtype: torch.dtype = torch.float32) -> Args:
-    """A residual stream, what is added to it, a norm and small dense weights."""
+    """Return a residual stream, its update, a norm and small dense weights."""
     x, delta = torch.randn(tokens, width).to(dtype), torch.randn(tokens, width).to(dtype)
     weights = [(torch.randn(count, width) / width**0.5).to(dtype) for count in rows]
     return {"x": x, "delta": delta, "norm": 1 + 0.1 * torch.randn(width), "eps": 1e-6, "weights": weights}
 
 
 def stream_in_bf16(tokens: int, rows: tuple[int, ...], width: int, alone: bool) -> Args:
-    """Tokens for quantized weights; `alone`: there is nothing to add."""
+    """Return tokens for quantized weights; `alone` leaves out the update of the stream."""
     made = {**from_stream(tokens, width, [], BF16), "weights": [weight(count, width, 4) for count in rows]}
     return {**made, "delta": None} if alone else made
 
@@ -118,7 +118,7 @@ def lookup(tokens: int, rows: int, width: int, bits: int, **options) -> Args:
 
 
 def large(rows: int, width: int, bits: int, group: int = 64) -> QTensor:
-    """Random codes, scales and biases: quantizing a matrix of this size takes seconds."""
+    """Return random codes, scales and biases, because quantizing a matrix of this size takes seconds."""
     packed = torch.randint(-(2**31), 2**31, (rows, width * bits // 32), dtype=torch.int32)
     scales = ((torch.rand(rows, width // group) + 0.5) / (width**0.5 * 2 ** (bits - 1))).to(BF16)
     return QTensor(packed, scales, -scales * 2 ** (bits - 1), bits, group, (rows, width)).interleave(LANES)
@@ -129,11 +129,11 @@ def large_product(tokens: int, bits: int) -> Args:
 
 
 def large_format(bits: int, group: int, scales: torch.dtype, biased: bool) -> Args:
-    """One token, and random codes of a format that MLX has not."""
+    """Return one token and random codes of a format that MLX lacks."""
     rows, width = 11008, 4096
     packed = torch.randint(-(2**31), 2**31, (rows, width * bits // 32), dtype=torch.int32)
     if bits == 8 and not biased:
-        # FP8 without what is no number
+        # FP8 codes without NaN
         packed &= -0x40404041
     made = torch.full((rows, width // group), 120, dtype=torch.uint8)
     if scales is not torch.uint8:
@@ -150,6 +150,6 @@ def flops(args: Args) -> int:
 
 
 def touched(args: Args) -> int:
-    """Bytes of the rows an embedding reads and writes."""
+    """Count the bytes of the rows that an embedding reads and writes."""
     ids, table = args["ids"], args["table"]
     return len(ids) * (table.nbytes // table.shape[0] + 4 * table.shape[1])

@@ -46,7 +46,7 @@ from auraflux.ops.linear.reference import (
     linears,
 )
 
-FAST = 1e-2  # relative RMS of rounding activations to int8 per group is 0.6%
+FAST = 1e-2  # quantizing activations to int8 per group has a relative RMS error of 0.6%
 
 
 def linear_case(name: str, make, **options) -> Case:
@@ -57,11 +57,11 @@ def contracts(name: str, make, **options) -> list[Case]:
     return [linear_case(name, make, **options), linear_case(f"{name}-fast", make, exact=False, tol=FAST, **options)]
 
 
-# each is compiled on its own, so few stand for all: every width, group and type of scale occurs
+# each compiles a kernel, so a few stand for all: every width, group and type of scale occurs
 FORMATS = [*((bits, 64, BF16) for bits in (2, 3, 4, 5, 6, 8)), (4, 32, F16), (2, 128, F32)]
 
-# tokens, rows, inputs, bits, inputs of a group (0: MXFP4), for the kernels that read any format on Hopper: whole runs of
-# columns and not, scales in whole words and not, four warps and eight
+# tokens, rows, inputs, bits, group size (0: MXFP4), for the any-format kernels on Hopper: complete and partial runs of columns,
+# scales in complete words or not, four warps and eight
 CODED = [
     *((1, 48, width, bits, 64) for bits, width in ((2, 704), (3, 640), (3, 704), (4, 1088), (5, 1280), (6, 320), (8, 576))),
     *((1, 32, width, bits, group) for bits, group, width in ((2, 128, 1152), (8, 128, 1152), (4, 32, 544), (8, 32, 1120))),
@@ -78,7 +78,7 @@ CODED = [
     (9, 32, 544, 4, 0),
 ]
 
-# tokens, rows, inputs, bits, inputs of a group
+# tokens, rows, inputs, bits, group size
 TILED = [
     (17, 128, 512, 4, 64),
     (32, 1, 192, 4, 64),
@@ -92,7 +92,7 @@ TILED = [
     (70, 129, 1152, 8, 128),
     (260, 100, 320, 8, 64),
 ]
-# sizes for which tiles are shared out in each of the other ways
+# sizes for which tiles are scheduled in each of the other ways
 TILED_LARGE = [
     (520, 1000, 192, 4, 64),
     (520, 200, 4160, 4, 64),
@@ -106,7 +106,7 @@ TILED_LARGE = [
     (520, 200, 2112, 8, 64),
     (520, 2100, 128, 8, 32),
 ]
-# formats that MLX has not
+# formats that MLX lacks
 BLOCKS: list[tuple[str, int, dict[str, Any]]] = [
     ("q6k", 6, {"group": 16, "kind": "centred"}),
     ("q3k", 3, {"group": 16, "kind": "centred"}),
@@ -114,7 +114,7 @@ BLOCKS: list[tuple[str, int, dict[str, Any]]] = [
     ("iq4", 4, {"group": 32, "kind": "iq4"}),
     ("nvfp4", 4, {"group": 16, "kind": "nvfp4"}),
 ]
-# and with others whose scales are not in bf16: on Hopper bits choose the kernel for one token in bf16
+# and others whose scales are not bf16: on Hopper the bits select the kernel for one bf16 token
 UNITS: list[tuple[str, int, dict[str, Any]]] = [
     *BLOCKS,
     ("fp8", 8, {"group": 128, "kind": "fp8"}),
@@ -125,7 +125,7 @@ UNITS: list[tuple[str, int, dict[str, Any]]] = [
     ("awq", 4, {"group": 128, "scales": F16}),
 ]
 
-# bits, group, scales, whether there are biases: what one token meets at a speed of its own
+# bits, group, scales, has biases: formats with distinct speeds for one token
 TIMED: dict[str, tuple[int, int, torch.dtype, bool]] = {
     "3bit": (3, 64, BF16, True),
     "q8_0": (8, 32, F16, True),
@@ -197,12 +197,12 @@ CASES = [
     linear_case("bias", lambda: product(3, 63, 128, 4, bias=True)),
     linear_case("bf16", lambda: product(2, 128, 128, 4, dtype=BF16), tol=4e-3),
     linear_case("bf16-one-token", lambda: product(1, 100, 128, 4, dtype=BF16), tol=4e-3),
-    # widths in whole quads of groups, for which Hopper has kernels of its own
+    # widths of a multiple of four groups, for which Hopper has dedicated kernels
     *[
         linear_case(f"bf16-{width}-{tokens}", lambda t=tokens, w=width: product(t, 128, w, 4, dtype=BF16), tol=4e-3)
         for width, tokens in ((256, 1), (768, 1), (2560, 1), (7168, 1), (512, 5), (768, 16), (512, 33))
     ],
-    # of interest on Hopper, where formats and widths choose kernels; for a CPU every one is another to compile
+    # for Hopper, where formats and widths select kernels; on CPU each would compile another kernel
     *[
         linear_case(
             f"bf16-{f'{bits}bit-g{group}' if group else 'mxfp4'}-{tokens}x{rows}x{width}",
@@ -264,7 +264,7 @@ CASES = [
             ((64, 16, 32), 8192),
         )
     ),
-    # clusters of programs that share the inputs, on Hopper: each size of cluster and number of tokens, rows that end anywhere
+    # thread-block clusters that share the inputs, on Hopper: each cluster size and number of tokens, partial blocks of rows
     *(
         Case(
             add_norm_linears,
@@ -303,7 +303,7 @@ CASES = [
         Case(add_norm_gate_up, f"bf16-{t}x{width}", partial(gated_stream, t, rows, width, BF16), tol=8e-3, slow=width > 1024)
         for t, rows, width in ((5, 72, 512), (33, 130, 1024), (20, 100, 4096), (20, 100, 704), (70, 130, 512))
     ),
-    # more tokens than other products have by tiles: nine of these, one more than follow each other
+    # more tokens than other tiled products: nine tiles, one more than run consecutively
     Case(add_norm_gate_up, "bf16-2200x320", lambda: gated_stream(2200, 200, 320, BF16), tol=8e-3, slow=True),
     Case(gate_up_swiglu, "bf16-1300x130x320", partial(pair_in_bf16, 1300, 130, 320), tol=1e-2, flops=flops, slow=True),
     Case(add_norm_linears, "many-tokens", lambda: {**from_stream(2, 128, [9]), "weights": [weight(63, 128, 4)]}),
@@ -386,6 +386,7 @@ CASES = [
     Case(gate_up_swiglu, "one-odd-token", lambda: pair(1, 63, 192, 3), flops=flops),
     Case(gate_up_swiglu, "many-tokens", lambda: pair(21, 128, 192, 4), flops=flops),
     Case(gate_up_swiglu, "mixed-bits", lambda: pair(3, 63, 128, 4, up_bits=8), flops=flops),
+    Case(gate_up_swiglu, "one-dense", lambda: {**pair(3, 63, 128, 4), "up": torch.randn(63, 128) / 12}),
     Case(gate_up_swiglu, "row-order", lambda: pair(2, 100, 128, 4, lanes=1), flops=flops),
     Case(gate_up_swiglu, "dense", lambda: dense_pair(3, 100, 63)),
     Case(embed, "one-token", lambda: lookup(1, 1000, 2048, 4), nbytes=touched, bench=True),

@@ -15,7 +15,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def dense(weight: Weight) -> Tensor:
-    """The weight in float32, whatever holds it."""
+    """Return a weight dequantized to float32."""
     return weight.dequantize(torch.float32) if isinstance(weight, QTensor) else weight.float()
 
 
@@ -84,7 +84,7 @@ def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None
     """Multiply the same rows by several weight matrices, as the projections to queries, keys and values do.
 
     x        [..., K]
-    weights  [N, K]    each with an N of its own; QTensors, or dense tensors
+    weights  [N, K]    of any N each; QTensors, or dense tensors
     biases   [N]       one or None for each weight; or None
     returns  [..., N]  for each weight, in x's dtype
     """
@@ -117,7 +117,7 @@ def add_norm_linears(
     """Add to the residual stream, normalise the sum, and multiply that by several weight matrices.
 
     x        [..., K]  the stream
-    delta    [..., K]  what is to be added to it, or None
+    delta    [..., K]  added to the stream, or None
     norm, eps          see `rms_norm`
     weights, biases    see `linears`
     returns  (the sum [..., K], the products, [..., N] for each weight), in x's dtype
@@ -139,7 +139,7 @@ def add_norm_scores(
     weights: Sequence[Weight],
     biases: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """As `add_norm_linears`, for weights of few rows as a router's are; gives the normalised sum as well, for others to read.
+    """Run `add_norm_linears` for weights of few rows, such as a router's, and return the normalised sum as well.
 
     returns  (the norm [..., K], the sum [..., K], the products, [..., N] for each weight), in x's dtype
     """
@@ -176,7 +176,7 @@ def _check_add_norm_gate_up(x: Tensor, delta: Tensor | None, norm: Tensor, eps: 
 def add_norm_gate_up(
     x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, gate: Weight, up: Weight
 ) -> tuple[Tensor, Tensor]:
-    """Add to the residual stream, normalise the sum, and take that through the first half of an MLP, see `gate_up_swiglu`.
+    """Add to the residual stream, normalise the sum, and apply the first half of an MLP to it, see `gate_up_swiglu`.
 
     x, delta, norm, eps  see `add_norm_linears`
     returns  (the sum [..., K], silu(gate h) * up h [..., N]), in x's dtype
@@ -191,9 +191,9 @@ def _check_embed(ids: Tensor, table: Weight) -> None:
     check_dtype("ids", ids, torch.int32, torch.int64)
     if len(table.shape) != 2:
         raise InputError(f"'table' has shape {list(table.shape)}; a matrix [V, D] is needed.")
-    # asking a GPU for its values would stop the step; its kernel gives NaN for an id that is out of range
+    # reading values back from a GPU would stall the step; its kernel returns NaN for an id out of range
     if ids.is_cpu and ids.numel():
-        # for a few, Python's own are quicker
+        # for a few ids, Python's min and max are faster
         found = ids.tolist() if ids.numel() <= 16 else ids.aminmax()
         low, high = min(found), max(found)
         if low < 0 or high >= table.shape[0]:
@@ -202,7 +202,7 @@ def _check_embed(ids: Tensor, table: Weight) -> None:
 
 @op(origins=("embed_gather_4bit",), check=_check_embed)
 def embed(ids: Tensor, table: Weight) -> Tensor:
-    """Take rows of an embedding table, as float32.
+    """Look up rows of an embedding table.
 
     ids     [T]     int32 or int64
     table   [V, D]

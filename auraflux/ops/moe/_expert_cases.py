@@ -1,4 +1,4 @@
-"""Inputs for the experts of a mixture: few tokens and many, crowded and empty experts, blobs, biases, dense stacks."""
+"""Inputs for expert MLPs: few and many tokens, crowded and empty experts, blobs, biases, dense stacks."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from auraflux.ops.simd.isa import ISA
 from auraflux.quant import QTensor, quantize
 
 BF16 = torch.bfloat16
-FAST = 2e-2  # two products with rounded activations follow one another
+FAST = 2e-2  # two consecutive matmuls with rounded activations
 
 
 def stack(
@@ -34,12 +34,12 @@ def layer(*shape: int, **options) -> Experts:
 
 
 def ungated(made: Experts) -> Experts:
-    """The same without its gate."""
+    """Return the experts without a gate projection."""
     return replace(made, gate=None, activation=ReluSquare())
 
 
 def uneven(experts: int, hidden: int, inner: int) -> Experts:
-    """Gate of 4 bits, up of 8."""
+    """Return experts with a 4-bit gate and an 8-bit up projection."""
     return replace(layer(experts, hidden, inner), up=stack(experts, inner, hidden, 8))
 
 
@@ -50,25 +50,25 @@ def routed(tokens: int, k: int, experts: Experts, dtype: torch.dtype = torch.flo
 
 
 def crowded(tokens: int, experts: Experts) -> Args:
-    """All tokens to the same two experts."""
+    """Route all tokens to the same two experts."""
     return {**routed(tokens, 2, experts), "ids": torch.tensor([[3, 1]], dtype=torch.int32).repeat(tokens, 1)}
 
 
 def leaning(args: Args) -> Args:
-    """The same, but that all tokens go to the first expert too."""
+    """Replace each token's first expert by expert 0."""
     others = 1 + args["ids"] % (args["experts"].count - 1)
     return {**args, "ids": torch.cat([torch.zeros_like(others[:, :1]), others[:, 1:]], 1)}
 
 
 def from_blobs(experts: int, hidden: int, inner: int) -> Experts:
-    """The stacks of a layer as blobs with room between them."""
-    whole = matrices(experts, hidden, inner)
-    parts = [{name: matrix[e] for name, matrix in whole.items()} for e in range(experts)]
+    """Return a layer whose stacks are strided views over padded blobs."""
+    stacks = matrices(experts, hidden, inner)
+    parts = [{name: matrix[e] for name, matrix in stacks.items()} for e in range(experts)]
     blobs = [blob_of(part) for part in parts]
-    bank = torch.zeros(experts, -(-len(blobs[0]) // 4096) * 4096, dtype=torch.uint8)
-    for row, blob in zip(bank, blobs, strict=True):
+    rows = torch.zeros(experts, -(-len(blobs[0]) // 4096) * 4096, dtype=torch.uint8)
+    for row, blob in zip(rows, blobs, strict=True):
         row[: len(blob)] = blob
-    return Experts.from_blobs(bank, parts[0])
+    return Experts.from_blobs(rows, parts[0])
 
 
 def gpt_oss(experts: int, hidden: int, inner: int) -> Experts:
@@ -87,7 +87,7 @@ def dense_stack(experts: int, hidden: int, inner: int, dtype: torch.dtype) -> Ex
 
 
 def touched(args: Args) -> int:
-    """Bytes of the experts that are met, and of the tokens."""
+    """Return the bytes of the selected experts and of the tokens."""
     experts = args["experts"]
     size = sum(s.nbytes for s in experts.stacks) // experts.count
     return len(_met(args).unique()) * size + 2 * args["x"].nbytes
@@ -102,7 +102,7 @@ def _met(args: Args) -> torch.Tensor:
 
 
 def some(args: Args, missing: list[int]) -> Args:
-    """The call for those experts that are there; what others gave before must stay."""
+    """Mask missing experts in `ids`; their entries in `parts` must not change."""
     ids = torch.where(torch.isin(args["ids"], torch.tensor(missing, dtype=torch.int32)), -1, args["ids"])
     parts = torch.randn(*ids.shape, args["experts"].hidden)
     return {"x": args["x"], "ids": ids, "experts": args["experts"], "parts": parts}
@@ -113,26 +113,26 @@ def results(tokens: int, k: int, width: int, dtype: torch.dtype = torch.float32)
 
 
 def scored(tokens: int, k: int, experts: Experts, dtype: torch.dtype = torch.float32, shared: bool = True) -> Args:
-    """Tokens with the scores of a router, a residual stream, and what a shared expert gave."""
-    x, h, beside = torch.randn(3, tokens, experts.hidden).to(dtype)
+    """Return tokens with router scores, a residual stream and a shared expert's output."""
+    x, h, shared_output = torch.randn(3, tokens, experts.hidden).to(dtype)
     args = {"x": x, "scores": torch.randn(tokens, experts.count).to(dtype), "routing": Routing(k, "softmax", True)}
     gate = torch.randn(tokens).to(dtype)
-    return {**args, "experts": experts, "h": h} | ({"shared": beside, "shared_gate": gate} if shared else {})
+    return {**args, "experts": experts, "h": h} | ({"shared": shared_output, "shared_gate": gate} if shared else {})
 
 
 def by_sigmoid(args: Args) -> Args:
-    """The same, chosen by sigmoids and a bias."""
+    """Switch the call to sigmoid scoring with a bias."""
     bias = torch.randn(args["experts"].count) * 0.1
     return {**args, "routing": Routing(args["routing"].k, "sigmoid", True, scale=1.5), "bias": bias}
 
 
 def of_chosen(args: Args) -> Args:
-    """The same, weighted among the chosen alone."""
+    """Switch the call to softmax over the selected experts only."""
     return {**args, "routing": Routing(args["routing"].k, "chosen", True)}
 
 
 def shared_by_weights(args: Args, inner: int, ungated: bool = False) -> Args:
-    """The same with a shared expert whose weights are given, and not what it gave."""
+    """Pass the shared expert as weights instead of as its output."""
     one = layer(1, args["experts"].hidden, inner)
     gate, up, down = (stack[0] for stack in one.stacks)
     return {**args, "shared": SharedExpert(None if ungated else gate, up, down)}
@@ -191,17 +191,17 @@ EXPERT_CASES = [
     case("many-blobs", lambda: routed(40, 3, from_blobs(6, 64, 128))),
     case("many-2-and-5-bits", lambda: routed(40, 2, layer(4, 64, 128, bits=2, down_bits=5))),
     case("many-3-and-8-bits", lambda: routed(40, 2, layer(4, 64, 128, bits=3, down_bits=8))),
-    # for tensor cores weights and what lies between are rounded too
+    # the tensor-core kernels also round weights and intermediate results
     case("many-bf16", lambda: routed(40, 2, layer(4, 64, 128), BF16), tol=6e-3),
     case("quads-bf16", lambda: routed(2, 3, layer(8, 512, 256), BF16), tol=6e-3),
-    # more inputs than the warps of a program have at a time
+    # more inputs than the warps of a program hold at a time
     case("wide-quads-bf16", lambda: routed(2, 3, layer(4, 2304, 256), BF16), tol=6e-3),
     case("deep-quads-bf16", lambda: routed(1, 8, layer(8, 256, 2048), BF16), tol=6e-3),
     case("some-quads-bf16", lambda: routed(20, 4, layer(8, 512, 256), BF16), tol=6e-3),
     # blocks of 16 pairs, tiles of 128
     case("hundreds-bf16", lambda: routed(150, 2, layer(8, 512, 256), BF16), tol=6e-3),
     case("thousand-bf16", lambda: routed(150, 8, layer(16, 256, 256), BF16), tol=6e-3),
-    # in tiles of 32, 64 and 128 pairs on Hopper
+    # tiles of 32, 64 and 128 pairs on Hopper
     case("leaning-bf16", lambda: leaning(routed(259, 8, layer(96, 256, 256), BF16)), tol=6e-3),
     case("two-thousand-bf16", lambda: routed(301, 8, layer(48, 512, 256), BF16), tol=6e-3),
     case("thousands-bf16", lambda: routed(1030, 8, layer(12, 256, 768), BF16), tol=6e-3),

@@ -1,4 +1,4 @@
-"""Inputs for routing and combining: the routers of real models, ties, groups, NaN, k from one to all."""
+"""Inputs for routing and combining: routers of real models, ties, expert groups, NaN, k from 1 to all."""
 
 import torch
 
@@ -48,7 +48,7 @@ def residual(*shape: int, shared: bool, gated: bool, dtype: torch.dtype = torch.
     }
 
 
-DEEPSEEK = Routing(8, "sigmoid", True, groups=8, kept_groups=4, scale=2.5)
+DEEPSEEK = Routing(8, "sigmoid", True, groups=8, topk_groups=4, scale=2.5)
 CHOSEN = Routing(4, "chosen", True)
 SQRTSOFTPLUS = Routing(6, "sqrtsoftplus", True, scale=1.5)
 
@@ -72,15 +72,15 @@ CASES = [
     Case(route, "not-renormalised", lambda: scores(63, 100, softmax(6, False, 2.0))),
     Case(route, "wide-scores", lambda: scores(9, 64, softmax(4), scale=100.0)),
     Case(route, "sigmoid-no-groups", lambda: scores(7, 33, Routing(5, "sigmoid", False))),
-    Case(route, "all-groups-kept", lambda: biased(3, 48, Routing(24, "sigmoid", True, groups=4, kept_groups=4))),
-    Case(route, "k-fills-groups", lambda: biased(3, 48, Routing(24, "sigmoid", True, groups=4, kept_groups=2))),
+    Case(route, "all-groups-selected", lambda: biased(3, 48, Routing(24, "sigmoid", True, groups=4, topk_groups=4))),
+    Case(route, "k-fills-groups", lambda: biased(3, 48, Routing(24, "sigmoid", True, groups=4, topk_groups=2))),
     Case(route, "ties-softmax", lambda: tied(20, 64, softmax(8))),
-    Case(route, "ties-sigmoid", lambda: tied(20, 64, Routing(6, "sigmoid", True, groups=8, kept_groups=3))),
+    Case(route, "ties-sigmoid", lambda: tied(20, 64, Routing(6, "sigmoid", True, groups=8, topk_groups=3))),
     Case(route, "ties-chosen", lambda: tied(20, 64, CHOSEN)),
     Case(route, "broken-softmax", lambda: broken(softmax(3))),
-    Case(route, "broken-sigmoid", lambda: broken(Routing(4, "sigmoid", True, groups=4, kept_groups=2))),
+    Case(route, "broken-sigmoid", lambda: broken(Routing(4, "sigmoid", True, groups=4, topk_groups=2))),
     Case(route, "broken-chosen", lambda: broken(CHOSEN)),
-    Case(route, "broken-chosen-as-is", lambda: broken(Routing(4, "chosen", False))),
+    Case(route, "broken-chosen-unnormalized", lambda: broken(Routing(4, "chosen", False))),
     Case(route, "no-tokens", lambda: scores(0, 64, softmax(8))),
     Case(route, "bf16", lambda: scores(63, 128, softmax(8), dtype=BF16)),
     Case(combine, "one-token", lambda: residual(1, 4096, shared=True, gated=True), bench=True),

@@ -1,7 +1,7 @@
-"""`Experts`: the weights of one mixture layer, as one stack per projection.
+"""`Experts`: the weights of one mixture layer, one stack per projection.
 
-A stack need not be one piece of memory: only each expert's own arrays must be. `from_blobs` makes stacks over a bank of blobs
-that hold one expert each, as read from disk; expert e is then blob e, and the same kernels serve both.
+A stack need not be contiguous; only each expert's arrays must be. `from_blobs` builds stacks as views over uint8 blobs of one
+expert each, as stored on disk, so the same kernels serve both layouts.
 """
 
 import math
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import FormatError
-from auraflux.kinds import check_fields
 from auraflux.quant import QTensor
+from auraflux.validation import check_fields
 
 Stack = QTensor | Tensor
 
@@ -33,7 +33,7 @@ class Clamp:
 
 @dataclass(frozen=True)
 class Limit:
-    """silu(gate) * up with both clamped first, see `limited_swiglu`."""
+    """silu(gate) * up with both inputs clamped first, see `limited_swiglu`."""
 
     limit: float
 
@@ -43,12 +43,12 @@ class Limit:
 
 @dataclass(frozen=True)
 class Gelu:
-    """The tanh form of gelu replaces silu, see `geglu`."""
+    """Tanh-approximated GELU in place of silu, see `geglu`."""
 
 
 @dataclass(frozen=True)
 class ReluSquare:
-    """relu(up) ** 2, see `relu_square`: there is no gate."""
+    """relu(up) ** 2 without a gate, see `relu_square`."""
 
 
 Activation = Clamp | Limit | Gelu | ReluSquare
@@ -57,7 +57,7 @@ KINDS = ("gate", "up", "down")
 
 @dataclass(frozen=True, eq=False)
 class SharedExpert:
-    """The weights of an MLP that every token goes to, down(silu(gate x) * up x), or without a gate down(relu(up x) ** 2).
+    """Weights of the MLP applied to every token: down(silu(gate x) * up x), or down(relu(up x) ** 2) without a gate.
 
     gate, up  [I, H]; gate may be None
     down      [H, I]
@@ -76,7 +76,7 @@ class SharedExpert:
 
     @property
     def first(self) -> tuple[Stack, ...]:
-        """What is multiplied by x."""
+        """Projections applied to x."""
         return (self.up,) if self.gate is None else (self.gate, self.up)
 
 
@@ -87,7 +87,7 @@ class Experts:
     gate, up  [E, I, H]; gate is None where the activation has none
     down      [E, H, I]
     gate_bias, up_bias [E, I], down_bias [E, H]  or None
-    activation  what replaces silu(gate) * up, or None
+    activation  replaces silu(gate) * up, or None
     """
 
     gate: Stack | None
@@ -112,7 +112,7 @@ class Experts:
             stack = getattr(self, name)
             if stack is not None and tuple(stack.shape) != shape:
                 raise FormatError(
-                    f"'{name}' has shape {list(stack.shape)}; {list(shape)} is needed beside up {list(self.up.shape)}."
+                    f"'{name}' has shape {list(stack.shape)}; {list(shape)} is needed for up {list(self.up.shape)}."
                 )
             if stack is not None and stack.device != self.up.device:
                 raise FormatError(f"'{name}' is on {stack.device}, up on {self.up.device}.")
@@ -135,12 +135,12 @@ class Experts:
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
-        """The weights that there are, down last."""
+        """Projections that exist, down last."""
         return (self.up, self.down) if self.gate is None else (self.gate, self.up, self.down)
 
     @cached_property
     def strides(self) -> dict[str, tuple[int, ...]]:
-        """Bytes from one expert's codes, scales and biases to the next expert's, by projection; of quantized ones."""
+        """Byte strides between experts for codes, scales and biases, by quantized projection."""
         return {
             name: tuple(0 if a is None else a.stride(0) * a.element_size() for a in (stack.packed, stack.scales, stack.biases))
             for name in KINDS
@@ -148,15 +148,15 @@ class Experts:
         }
 
     @classmethod
-    def from_blobs(cls, bank: Tensor, like: Mapping[str, QTensor]) -> "Experts":
-        """Stacks over blobs of codes, scales and biases of gate, up and down.
+    def from_blobs(cls, blobs: Tensor, like: Mapping[str, QTensor]) -> "Experts":
+        """Return stacks as views over blobs of codes, scales and biases of gate, up and down.
 
-        bank  uint8 [E, size], one expert a row
-        like  one expert's matrices, for shapes and formats; their arrays lie in a blob one after the other in this order.
-              Where there is no gate, the activation is `ReluSquare`
+        blobs  uint8 [E, size], one expert a row
+        like   one expert's matrices, for shapes and formats; their arrays are consecutive in a blob, in this order.
+               Without a gate the activation is `ReluSquare`
         """
-        if bank.dtype != torch.uint8 or bank.dim() != 2 or bank.stride(1) != 1:
-            raise FormatError(f"a bank of experts is uint8 [E, size]; this one is {bank.dtype} {list(bank.shape)}.")
+        if blobs.dtype != torch.uint8 or blobs.dim() != 2 or blobs.stride(1) != 1:
+            raise FormatError(f"expert blobs are uint8 [E, size]; these are {blobs.dtype} {list(blobs.shape)}.")
         stacks: dict[str, Any] = {} if "gate" in like else {"gate": None, "activation": ReluSquare()}
         offset = 0
         for name in (kind for kind in KINDS if kind in like):
@@ -164,27 +164,27 @@ class Experts:
             for part in ("packed", "scales", "biases"):
                 array = getattr(like[name], part)
                 nbytes = 0 if array is None else array.nbytes
-                if offset + nbytes > bank.shape[1]:
-                    raise FormatError(f"a blob of {bank.shape[1]} bytes ends before the arrays of '{name}' do.")
-                arrays[part] = None if array is None else _over(bank, offset, array)
+                if offset + nbytes > blobs.shape[1]:
+                    raise FormatError(f"a blob of {blobs.shape[1]} bytes ends before the arrays of '{name}' do.")
+                arrays[part] = None if array is None else _over(blobs, offset, array)
                 offset += nbytes
-            stacks[name] = replace(like[name], **arrays, shape=(bank.shape[0], *like[name].shape))
+            stacks[name] = replace(like[name], **arrays, shape=(blobs.shape[0], *like[name].shape))
         return cls(**stacks)
 
 
 def blob_of(experts: Mapping[str, QTensor]) -> Tensor:
-    """One expert's arrays as a row of bytes, in the order `from_blobs` reads them."""
+    """Concatenate one expert's arrays to a row of bytes, in the order `from_blobs` expects."""
     there = [experts[name] for name in KINDS if name in experts]
     arrays = [a for matrix in there for a in (matrix.packed, matrix.scales, matrix.biases)]
     return torch.cat([a.contiguous().view(-1).view(torch.uint8) for a in arrays if a is not None])
 
 
-def _over(bank: Tensor, offset: int, array: Tensor) -> Tensor:
-    """A view of `array`'s dtype and shape into every row of the bank."""
+def _over(blobs: Tensor, offset: int, array: Tensor) -> Tensor:
+    """Return a strided view with `array`'s dtype and shape into every blob."""
     size = array.element_size()
-    if (bank.storage_offset() + offset) % size or bank.stride(0) % size:
+    if (blobs.storage_offset() + offset) % size or blobs.stride(0) % size:
         raise FormatError(f"arrays of {size}-byte elements do not start at multiples of {size} in these blobs.")
-    whole = torch.empty(0, dtype=array.dtype, device=bank.device).set_(bank.untyped_storage())
+    elements = torch.empty(0, dtype=array.dtype, device=blobs.device).set_(blobs.untyped_storage())
     strides = [math.prod(array.shape[i + 1 :]) for i in range(array.dim())]
-    start = (bank.storage_offset() + offset) // size
-    return whole.as_strided((bank.shape[0], *array.shape), (bank.stride(0) // size, *strides), start)
+    start = (blobs.storage_offset() + offset) // size
+    return elements.as_strided((blobs.shape[0], *array.shape), (blobs.stride(0) // size, *strides), start)

@@ -1,4 +1,4 @@
-"""Mixture of experts: which experts a token goes to, and how their results join the residual stream.
+"""Mixture of experts: routing, expert MLPs, and the sum into the residual stream.
 
 Scores and weights are float32 whatever the dtype of the logits.
 """
@@ -14,9 +14,9 @@ from auraflux.ops.linear.reference import FLOAT_DTYPES, dense, gate_up_swiglu, l
 from auraflux.ops.moe.experts import Clamp, Experts, Gelu, Limit, ReluSquare, SharedExpert
 from auraflux.ops.moe.routing import Routing
 
-# scores that do not depend on those of other experts
-ALONE = {"sigmoid": torch.sigmoid, "sqrtsoftplus": lambda logits: softplus(logits).sqrt()}
-LEAST_SUM = 1e-20
+# scores that do not depend on the other experts' logits
+PER_EXPERT_SCORES = {"sigmoid": torch.sigmoid, "sqrtsoftplus": lambda logits: softplus(logits).sqrt()}
+SUM_EPSILON = 1e-20
 
 
 def _check_route(logits: Tensor, routing: Routing, bias: Tensor | None = None, gain: Tensor | None = None) -> None:
@@ -24,11 +24,11 @@ def _check_route(logits: Tensor, routing: Routing, bias: Tensor | None = None, g
     check_shape("logits", logits, None, None)
     experts = logits.shape[1]
     if routing.k > experts:
-        raise InputError(f"{routing.k} experts per token are wanted; there are {experts}.")
+        raise InputError(f"{routing.k} experts per token are requested; there are {experts}.")
     if bias is not None:
         if routing.scoring == "chosen":
             raise InputError(
-                "a bias for the choice needs 'sigmoid' or 'softmax' scoring, or 'sqrtsoftplus'; this routing has 'chosen'."
+                "a selection bias needs 'sigmoid', 'softmax' or 'sqrtsoftplus' scoring; this routing has 'chosen'."
             )
         check_shape("bias", bias, experts)
     if gain is not None:
@@ -37,30 +37,32 @@ def _check_route(logits: Tensor, routing: Routing, bias: Tensor | None = None, g
         size, rest = divmod(experts, routing.groups)
         if rest or size < 2:
             raise InputError(f"{experts} experts do not divide into {routing.groups} equal groups of at least 2.")
-        if routing.k > size * routing.kept_groups:
-            raise InputError(f"{routing.k} experts per token are wanted; {routing.kept_groups} groups of {size} are kept.")
+        if routing.k > size * routing.topk_groups:
+            raise InputError(
+                f"{routing.k} experts per token are requested; the top groups have {routing.topk_groups} x {size}."
+            )
 
 
 @op(origins=("moe_softmax_topk", "moe_normalize_weights"), check=_check_route)
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, gain: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Choose each token's experts and weigh them.
+    """Select each token's top-k experts and compute their weights.
 
-    Experts come by decreasing score, ties by increasing index. A NaN counts as the lowest score, but stays NaN in the weights.
+    Experts come by decreasing score, ties by increasing index. NaN ranks as the lowest score, but stays NaN in the weights.
 
     logits  [T, E]
-    bias    [E]     added to scores for the choice of experts and groups, not for the weights
-    gain    [E]     multiplies the weights of experts at last
+    bias    [E]     added to scores when experts and groups are selected, not in the weights
+    gain    [E]     factor of the final weights, per expert
     returns (expert indices [T, k] int32, weights [T, k] float32)
     """
     wide = logits.float()
-    if routing.scoring in ALONE:
-        scores = ALONE[routing.scoring](wide)
+    if routing.scoring in PER_EXPERT_SCORES:
+        scores = PER_EXPERT_SCORES[routing.scoring](wide)
         ids = _best(_within_best_groups(scores if bias is None else scores + bias.float(), routing), routing.k)
         weights = scores.gather(1, ids)
         # a sum of zeros gives zeros, not NaN; transformers adds the same
-        total = weights.sum(-1, keepdim=True) + LEAST_SUM
+        total = weights.sum(-1, keepdim=True) + SUM_EPSILON
     else:
-        # softmax keeps the order of logits, so they can be compared as they are, without its rounding
+        # softmax is monotonic: comparing the logits avoids its rounding
         ids = _best(wide if bias is None else wide.softmax(-1) + bias.float(), routing.k)
         chosen = wide.gather(1, ids)
         weights = chosen.softmax(-1) if routing.scoring == "chosen" else wide.softmax(-1).gather(1, ids)
@@ -77,39 +79,39 @@ def _check_weigh_experts(logits: Tensor, ids: Tensor, routing: Routing) -> None:
     check_shape("logits", logits, None, None)
     check_dtype("ids", ids, torch.int32)
     check_shape("ids", ids, logits.shape[0], routing.k)
-    if routing.scoring not in ALONE:
-        raise InputError(f"experts are weighed by {' or '.join(map(repr, ALONE))}; this routing has {routing.scoring!r}.")
+    if routing.scoring not in PER_EXPERT_SCORES:
+        raise InputError(f"expert weights need {' or '.join(map(repr, PER_EXPERT_SCORES))} scoring, not {routing.scoring!r}.")
 
 
 @op(check=_check_weigh_experts)
 def weigh_experts(logits: Tensor, ids: Tensor, routing: Routing) -> Tensor:
-    """Weigh experts that were chosen by something else than their scores, as `route` weighs those it chooses.
+    """Weigh experts that were selected by something other than their scores, as `route` weighs its selection.
 
     logits   [T, E]
     ids      [T, k]  int32
     returns  [T, k]  float32
     """
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < logits.shape[1]:
-        raise InputError(f"ids reach from {int(ids.min())} to {int(ids.max())}; there are {logits.shape[1]} experts.")
-    weights = ALONE[routing.scoring](logits.float()).gather(1, ids.long())
+        raise InputError(f"ids range from {int(ids.min())} to {int(ids.max())}; there are {logits.shape[1]} experts.")
+    weights = PER_EXPERT_SCORES[routing.scoring](logits.float()).gather(1, ids.long())
     if routing.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+        weights = weights / (weights.sum(-1, keepdim=True) + SUM_EPSILON)
     return weights * routing.scale
 
 
 def _best(scores: Tensor, k: int) -> Tensor:
-    """Indices of the k highest along the last axis, ties by increasing index."""
+    """Return the indices of the k highest scores along the last axis, ties by increasing index."""
     comparable = torch.where(scores.isnan(), -torch.inf, scores)
     return comparable.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 def _within_best_groups(scores: Tensor, routing: Routing) -> Tensor:
-    """Set to -inf the scores outside the groups whose two best sum highest."""
+    """Set to -inf the scores outside the groups with the highest sum of their two best scores."""
     if routing.groups == 1:
         return scores
     grouped = torch.where(scores.isnan(), -torch.inf, scores).unflatten(-1, (routing.groups, -1))
-    kept = _best(grouped.topk(2).values.sum(-1), routing.kept_groups)
-    dropped = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, kept, False)
+    selected = _best(grouped.topk(2).values.sum(-1), routing.topk_groups)
+    dropped = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, selected, False)
     return grouped.masked_fill(dropped[..., None], -torch.inf).flatten(-2)
 
 
@@ -122,7 +124,7 @@ def _check_combine(h: Tensor, moe: Tensor, shared: Tensor | None = None, shared_
         check_shape("shared", shared, *h.shape)
     if shared_gate is not None:
         if shared is None:
-            raise InputError("shared_gate is given without shared: there is nothing for it to gate.")
+            raise InputError("shared_gate is given without shared.")
         check_shape("shared_gate", shared_gate, h.shape[0])
 
 
@@ -136,11 +138,11 @@ def _check_combine(h: Tensor, moe: Tensor, shared: Tensor | None = None, shared_
     check=_check_combine,
 )
 def combine(h: Tensor, moe: Tensor, shared: Tensor | None = None, shared_gate: Tensor | None = None) -> Tensor:
-    """Add the experts' weighted sum, and the shared expert, to the residual stream.
+    """Add the experts' weighted sum and the shared expert's output to the residual stream.
 
     h, moe      [T, H]
-    shared      [T, H]  result of the expert that every token goes to
-    shared_gate [T]     shared is scaled by its sigmoid; None adds it as it is
+    shared      [T, H]  output of the shared expert
+    shared_gate [T]     its sigmoid scales `shared`; None leaves it unscaled
     returns     [T, H]  in h's dtype
     """
     total = h.float() + moe.float()
@@ -177,7 +179,7 @@ def _check_expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts)
     check=_check_expert_mlp,
 )
 def expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
-    """Sum, for every token, its experts' results times their weights: `expert_parts`, then `sum_parts`, to the bit.
+    """Sum every token's expert outputs times their weights; bit-identical to `expert_parts` followed by `sum_parts`.
 
     x        [T, H]
     ids      [T, k]  int32, the experts each token goes to
@@ -185,7 +187,7 @@ def expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Ten
     returns  [T, H]  in x's dtype
     """
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < experts.count:
-        raise InputError(f"ids reach from {int(ids.min())} to {int(ids.max())}; there are {experts.count} experts.")
+        raise InputError(f"ids range from {int(ids.min())} to {int(ids.max())}; there are {experts.count} experts.")
     parts = x.new_empty(*ids.shape, experts.hidden, dtype=torch.float32)
     expert_parts.reference(x, ids, experts, parts)
     return sum_parts.reference(parts, weights, x.dtype)
@@ -200,16 +202,16 @@ def _check_expert_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor)
 
 @op(check=_check_expert_parts)
 def expert_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
-    """Write the results of experts to their places, leaving those of other experts as they are.
+    """Write the output of each (token, expert) pair to its slot; slots of other experts are not modified.
 
-    What an expert gives its tokens does not depend on which other experts have their turn in the same call.
+    An expert's output does not depend on which other experts are in the same call.
 
     x      [T, H]
-    ids    [T, k]     int32, the experts each token goes to; a negative one has its turn in another call
+    ids    [T, k]     int32, the experts of each token; negative ids are skipped
     parts  [T, k, H]  float32, updated in place
     """
     if ids.numel() and int(ids.max()) >= experts.count:
-        raise InputError(f"ids reach up to {int(ids.max())}; there are {experts.count} experts.")
+        raise InputError(f"the highest id is {int(ids.max())}; there are {experts.count} experts.")
     wide = x.float()
     for expert in ids[ids >= 0].unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
@@ -226,7 +228,7 @@ def _check_sum_parts(parts: Tensor, weights: Tensor, dtype: torch.dtype) -> None
 
 @op(check=_check_sum_parts)
 def sum_parts(parts: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum the results of every token's experts times their weights, in the order of the slots.
+    """Sum each token's expert outputs times their weights, in slot order.
 
     parts    [T, k, H]  float32
     weights  [T, k]     float32
@@ -266,13 +268,13 @@ def mixture(
     x: Tensor, scores: Tensor, routing: Routing, experts: Experts, h: Tensor,
     bias: Tensor | None = None, shared: Tensor | SharedExpert | None = None, shared_gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Take tokens to the experts that their scores choose, and add the results to the residual stream.
+    """Route tokens by their scores, run the experts and add the results to the residual stream.
 
     x           [T, H]
-    scores      [T, E]  of the router
-    h           [T, H]  the residual stream
+    scores      [T, E]  router logits
+    h           [T, H]  residual stream
     bias        [E]     or None, see `route`
-    shared      [T, H]  see `combine`; or the weights that make it of x
+    shared      [T, H]  see `combine`; or the shared expert's weights
     shared_gate [T]     see `combine`
     returns     [T, H]  in h's dtype
     """
@@ -291,13 +293,13 @@ def mixture_by_steps(
     x: Tensor, scores: Tensor, routing: Routing, experts: Experts, h: Tensor,
     bias: Tensor | None = None, shared: Tensor | SharedExpert | None = None, shared_gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`mixture` by the kernels of its steps."""
+    """Run `mixture` as separate ops: `route`, `expert_mlp`, `combine`."""
     ids, weights = route(scores, routing, bias)
     return combine(h, expert_mlp(x, ids, weights, experts), shared_result(x, shared), shared_gate)
 
 
 def shared_result(x: Tensor, shared: Tensor | SharedExpert | None) -> Tensor | None:
-    """What the shared expert adds, made of x where only its weights are given."""
+    """Return the shared expert's output, computed from x where its weights are given."""
     if isinstance(shared, SharedExpert):
         if shared.gate is None:
             return linear(relu_square(linear(x, shared.up)), shared.down)
@@ -306,7 +308,7 @@ def shared_result(x: Tensor, shared: Tensor | SharedExpert | None) -> Tensor | N
 
 
 def _one_expert(x: Tensor, experts: Experts, expert: int) -> Tensor:
-    """One expert over its own tokens."""
+    """Apply one expert to its tokens."""
     up = x @ dense(experts.up[expert]).T
     gate = up if experts.gate is None else x @ dense(experts.gate[expert]).T
     if experts.gate_bias is not None:

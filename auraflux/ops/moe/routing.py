@@ -1,45 +1,43 @@
-"""How a model chooses experts for a token: the settings that `route` obeys."""
+"""`Routing`: a model's router settings, as `route` applies them."""
 
 import math
 from dataclasses import dataclass
 
 from auraflux.errors import InputError
-from auraflux.kinds import check_fields, shown
+from auraflux.validation import check_fields, shown
 
 SCORINGS = ("softmax", "sigmoid", "chosen", "sqrtsoftplus")
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The rule of a router.
+    """Router settings.
 
     k            experts per token
-    scoring      what a logit becomes: "softmax" over all experts; "sigmoid", each for itself; "chosen", softmax over
-                 the chosen; "sqrtsoftplus", the square root of log(1 + exp(logit)), each for itself
-    renormalize  divide the weights of a token by their sum (those of "chosen" sum to 1 either way)
-    groups       the experts lie in this many equal groups, side by side ("sigmoid" only)
-    kept_groups  only experts of this many best groups may be chosen
-    scale        multiplies the weights at last
+    scoring      score of a logit: "softmax" over all experts; "sigmoid" per expert; "chosen", softmax over the selected
+                 experts; "sqrtsoftplus", sqrt(log(1 + exp(logit))) per expert
+    renormalize  divide a token's weights by their sum ("chosen" weights always sum to 1)
+    groups       number of equal groups of consecutive experts ("sigmoid" only)
+    topk_groups  number of best groups that experts are selected from
+    scale        factor of the final weights
     """
 
     k: int
     scoring: str
     renormalize: bool
     groups: int = 1
-    kept_groups: int = 1
+    topk_groups: int = 1
     scale: float = 1.0
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.scoring not in SCORINGS:
-            raise InputError(f"there is no scoring {shown(self.scoring)}. Those there are: {', '.join(SCORINGS)}.")
+            raise InputError(f"unknown scoring {shown(self.scoring)}. Supported: {', '.join(SCORINGS)}.")
         if self.k < 1:
             raise InputError(f"k is {self.k}; a token needs at least one expert.")
-        if self.groups < 1 or not 1 <= self.kept_groups <= self.groups:
-            raise InputError(f"{self.kept_groups} of {self.groups} groups cannot be kept; from 1 to all of them can.")
+        if self.groups < 1 or not 1 <= self.topk_groups <= self.groups:
+            raise InputError(f"{self.topk_groups} of {self.groups} groups cannot be selected; 1 to {self.groups} can.")
         if self.groups > 1 and self.scoring != "sigmoid":
-            raise InputError(
-                f"{self.groups} groups with {self.scoring!r} scoring; only 'sigmoid' scores are compared by group."
-            )
+            raise InputError(f"{self.groups} groups with {self.scoring!r} scoring; only 'sigmoid' scoring supports groups.")
         if not (self.scale > 0 and math.isfinite(self.scale)):
-            raise InputError(f"scale is {self.scale}; a positive, finite one is needed.")
+            raise InputError(f"scale is {self.scale}; it must be positive and finite.")

@@ -1,4 +1,4 @@
-"""Inputs for what n-grams give: one token and many, odd widths, sequences without tokens, products of zero."""
+"""Inputs for the n-gram ops: one token and many, odd widths, sequences without tokens, products of zero."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What n-grams give, on CPU: a stream of a token at a time, and a sequence's channels in parts."""
+"""N-gram gates and convolutions on CPU: gates by stream and token, convolutions by sequence and block of channels."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, j
 from auraflux.ops.simd.math import sigmoid, silu
 
 PARALLEL_FROM = 1 << 14  # elements; below this, waking the threads costs more than the work
-CHANNELS = 1024  # of the convolution that a thread takes together
+CHANNELS = 1024  # of the convolution in one block
 LEAST_ROOT = np.float32(LEAST)
 
 
@@ -44,29 +44,29 @@ def gate_values(keys: Tensor, queries: Tensor, values: Tensor) -> Tensor:
 
 
 @jit
-def _conv_part(part, x, state, weight, starts, out, batch, width, taps, step):
-    """One sequence's tokens in CHANNELS channels; nobody else touches their state."""
-    b, first = part % batch, part // batch * CHANNELS
-    channels, reach = min(CHANNELS, width - first), (taps - 1) * step
+def _conv_block(block, x, state, weight, starts, out, batch, width, taps, step):
+    """Convolve one sequence in one block of channels; no other job accesses their state."""
+    b, first = block % batch, block // batch * CHANNELS
+    channels, history = min(CHANNELS, width - first), (taps - 1) * step
     places = int32s(starts, batch + 1)
     start, n = np.int64(places[b]), np.int64(places[b + 1]) - np.int64(places[b])
-    row, before = 4 * width, state + 4 * (reach * b * width + first)
+    row, before = 4 * width, state + 4 * (history * b * width + first)
     inputs, outs = x + start * row + 4 * first, out + start * row + 4 * first
     for t in range(n):
         made = floats(outs + t * row, channels)
         made[:] = np.float32(0)
         for tap in range(taps):
             back = t - (taps - 1 - tap) * step
-            source = floats(inputs + back * row if back >= 0 else before + (back + reach) * row, channels)
+            source = floats(inputs + back * row if back >= 0 else before + (back + history) * row, channels)
             factors = floats(weight + tap * row + 4 * first, channels)
             for c in range(channels):
                 made[c] += source[c] * factors[c]
         for c in range(channels):
             made[c] = silu(made[c])
     if n > 0:
-        for i in range(reach):
+        for i in range(history):
             # with few tokens the source is a later row of the state itself, not yet overwritten
-            at = inputs + (n + i - reach) * row if n + i >= reach else before + (n + i) * row
+            at = inputs + (n + i - history) * row if n + i >= history else before + (n + i) * row
             source, target = floats(at, channels), floats(before + i * row, channels)
             for c in range(channels):
                 target[c] = source[c]
@@ -74,9 +74,9 @@ def _conv_part(part, x, state, weight, starts, out, batch, width, taps, step):
 
 @Kernel
 def _conv(args, job, jobs):
-    parts, x, state, weight, starts, out, batch, width, taps, step = arguments(args, 10)
-    for part in share(parts, job, jobs):
-        _conv_part(part, x, state, weight, starts, out, batch, width, taps, step)
+    blocks, x, state, weight, starts, out, batch, width, taps, step = arguments(args, 10)
+    for block in share(blocks, job, jobs):
+        _conv_block(block, x, state, weight, starts, out, batch, width, taps, step)
 
 
 def far_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, step: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""What embeddings of n-grams give to a residual stream of several vectors: gated values, and a convolution that reaches back.
+"""N-gram embeddings added to a residual stream of several vectors: gated values and a dilated convolution.
 
-Every stream asks by itself how much of a token's value it takes. The convolution then reads inputs several tokens apart, so
-that few taps see far.
+Each stream has its own gate on a token's value. The convolution is dilated by several tokens, so that few taps cover a long
+range.
 """
 
 from itertools import pairwise
@@ -13,7 +13,7 @@ from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_floating, check_shape, op
 from auraflux.ops.delta.reference_channels import FLOATS, check_starts
 
-LEAST = 1e-6  # what is taken the root of
+LEAST = 1e-6  # lower bound of the square root's argument
 
 
 def _check_values(keys: Tensor, queries: Tensor, values: Tensor) -> None:
@@ -26,7 +26,7 @@ def _check_values(keys: Tensor, queries: Tensor, values: Tensor) -> None:
 
 @op(check=_check_values)
 def gate_values(keys: Tensor, queries: Tensor, values: Tensor) -> Tensor:
-    """Give each stream its share of a token's value: the sigmoid of the signed root of key times query.
+    """Multiply a token's value, for each stream, by the sigmoid of the signed root of key times query.
 
     keys     [T, N, H]  already normalised, one for each stream
     queries  [T, N, H]  already normalised
@@ -43,7 +43,7 @@ def _check_far_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, st
     check_shape("x", x, None, None)
     check_shape("weight", weight, None, x.shape[1])
     if step < 1 or not weight.shape[0]:
-        raise InputError(f"{weight.shape[0]} taps of inputs {step} tokens apart were given; one of each is needed at least.")
+        raise InputError(f"{weight.shape[0]} taps with a dilation of {step} tokens; at least 1 of each is needed.")
     check_shape("state", state, None, (weight.shape[0] - 1) * step, x.shape[1])
     check_dtype("x", x, *FLOATS)
     check_dtype("state", state, x.dtype)
@@ -53,18 +53,18 @@ def _check_far_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, st
 
 @op(check=_check_far_conv)
 def far_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, step: int) -> Tensor:
-    """Convolve each channel with inputs `step` tokens apart, then apply SiLU.
+    """Convolve each channel with a dilation of `step` tokens, then apply SiLU.
 
     x        [T, C]
     state    [B, (K - 1) * step, C]  in x's dtype: the inputs before the first of x, oldest first; updated in place
-    weight   [K, C]   the last tap meets the newest input
-    starts   [B + 1]  int32, where each sequence's tokens begin; a sequence may have none
+    weight   [K, C]   the last tap multiplies the newest input
+    starts   [B + 1]  int32, first token of each sequence; a sequence may be empty
     returns  [T, C]   in x's dtype
     """
-    out, taps, reach = torch.empty_like(x), weight.float(), state.shape[1]
+    out, taps, history = torch.empty_like(x), weight.float(), state.shape[1]
     for b, (start, end) in enumerate(pairwise(starts.tolist())):
         inputs = torch.cat([state[b], x[start:end]])
         windows = torch.stack([inputs[i * step : i * step + end - start] for i in range(len(taps))])  # [K, N, C]
         out[start:end] = torch.nn.functional.silu((windows.float() * taps.unsqueeze(1)).sum(0))
-        state[b] = inputs[len(inputs) - reach :]
+        state[b] = inputs[len(inputs) - history :]
     return out

@@ -14,9 +14,9 @@ PARALLEL_FROM = 1 << 12 if ISA.lanes == 4 else 1 << 16
 
 @jit
 def _factor(x, scale, inside):
-    """1 / sqrt(scale * sum of squares + inside)."""
+    """Return 1 / sqrt(scale * sum of squares + inside)."""
     total = np.float32(0)
-    # by index: a loop over the array's values does not vectorise
+    # indexed: a loop over the array's values is not vectorized
     for i in range(len(x)):
         total += x[i] * x[i]
     return np.float32(1 / np.sqrt(total * scale + inside))
@@ -87,7 +87,7 @@ def _add_rows(args, job, jobs):
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if x.dtype is not torch.float32:
-        # the sum is rounded to the narrow type before it is normalised, as the next layer will read it
+        # the sum is rounded to the narrow type before it is normalised, as the next layer reads it
         total = (x.float() + residual.float()).to(x.dtype)
         return rms_norm(total, weight, eps), total
     other, scale = as_float(residual), as_float(weight)

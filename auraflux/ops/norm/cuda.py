@@ -6,19 +6,19 @@ import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops.hopper.device import ready
-from auraflux.ops.hopper.elementwise import silu
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.gpu.blocks.elementwise import silu
+from auraflux.ops.gpu.device import ready
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv, power_of_two
 
 WIDEST = 1 << 15  # elements of a row that a program holds
-SMALL = 256  # rows up to this width go several to a program
-ELEMENTS = 1024  # of them
+SMALL = 256  # rows up to this width share a program
+ELEMENTS = 1024  # of rows that share a program
 
 
 @triton.jit
 def _unit_rows(x, rows, width, scale, inside, ROWS: tl.constexpr, WIDTH: tl.constexpr, pid):
-    """Rows of one program, divided by the root of scale * sum of squares + inside; their places and which are there."""
+    """Return a program's rows over sqrt(scale * sum of squares + inside), their offsets and the mask."""
     row = pid * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     there = (row < rows)[:, None] & (column < width)[None, :]
@@ -68,7 +68,7 @@ def _add_rms(x, residual, weight, out, total, width, eps, WIDTH: tl.constexpr):
     there = column < width
     at = tl.program_id(0).to(tl.int64) * width + column
     both = tl.load(x + at, mask=there, other=0.0).to(tl.float32) + tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
-    # the sum is rounded to the narrow type before it is normalised, as the next layer will read it
+    # the sum is rounded to the narrow type before it is normalised, as the next layer reads it
     narrow = both.to(total.dtype.element_ty)
     tl.store(total + at, narrow, mask=there)
     wide = narrow.to(tl.float32)
@@ -88,7 +88,7 @@ def _qk(q, k, q_out, k_out, q_rows, k_rows, width, inside, q_length, q_programs,
 
 
 def _block(x: Tensor) -> tuple[int, int, int]:
-    """Rows a program, their width rounded up, and warps."""
+    """Return rows per program, their padded width and the number of warps."""
     ready(x)
     wide = power_of_two(x.shape[-1])
     if wide > WIDEST:

@@ -1,4 +1,4 @@
-"""Norms of rows. Sums of squares are float32 whatever the dtype of the input; results come back in it."""
+"""Norms of rows. Sums of squares are float32; results have the input's dtype."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _check_rows(name: str, x: Tensor) -> int:
-    """Refuse what has no rows of floats; returns their width."""
+    """Refuse a tensor without rows of floats; return their width."""
     check_dtype(name, x, *FLOATS)
     shape = x.shape
     if not shape or not shape[-1]:
@@ -19,7 +19,7 @@ def _check_rows(name: str, x: Tensor) -> int:
 
 
 def check_eps(eps: float) -> None:
-    """Refuse what would be taken from a sum of squares, and NaN."""
+    """Refuse a negative or NaN epsilon."""
     if not eps >= 0:
         raise InputError(f"'eps' is {eps}; it may not be negative.")
 
@@ -44,7 +44,7 @@ def _check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row to unit root mean square, then by `weight`.
 
-    x       [..., D]  rows: a whole hidden vector, or one head
+    x       [..., D]  rows: hidden vectors or heads
     weight  [D]
     returns [..., D]  in x's dtype
     """
@@ -62,7 +62,7 @@ def _check_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> No
 
 @op(check=_check_layer_norm)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Take each row's mean from it, scale it to unit variance, then by `weight`, and add `bias`.
+    """Normalise each row to zero mean and unit variance, scale by `weight` and add `bias`.
 
     x             [..., D]
     weight, bias  [D]
@@ -175,7 +175,7 @@ def _check_per_layer_inputs(projected: Tensor, embedded: Tensor, weight: Tensor,
 
 @op(check=_check_per_layer_inputs)
 def per_layer_inputs(projected: Tensor, embedded: Tensor, weight: Tensor, eps: float, share: float) -> Tensor:
-    """Normalise what is projected for each layer, add a share of what is embedded for it, and put layers apart.
+    """Normalise each layer's projection, add `share` times its embedding, and split the layers.
 
     projected, embedded  [T, L * P]
     weight               [P]

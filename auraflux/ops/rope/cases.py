@@ -1,4 +1,4 @@
-"""Inputs for RoPE: whole and partial heads, both pairings, one token and many, positions far out."""
+"""Inputs for RoPE: full and partial rotation, both pairings, one token and many, large positions."""
 
 import torch
 

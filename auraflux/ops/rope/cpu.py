@@ -1,7 +1,7 @@
 """Rotary position embedding on CPU: cosines and sines once per token, then every head of it.
 
-Angles reach hundreds of thousands of radians, where float32 has no digits left for a range reduction: that one step is done in
-float64. What is left lies within an eighth of a turn of zero, and float32 polynomials are good to the last bit but one there.
+Angles grow to hundreds of thousands of radians, too large for range reduction in float32: that one step is done in float64.
+The reduced angle is at most pi/4, where float32 polynomials are accurate to the last bit but one.
 """
 
 import numpy as np
@@ -15,18 +15,18 @@ from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, i
 # elements; below this, waking the threads costs more than the work
 PARALLEL_FROM = 1 << 12 if ISA.lanes == 4 else 1 << 16
 
-# a quarter turn in two parts: the first has 33 bits, so that its product with a number of quarters below 2**20 is exact
+# pi/2 as high + low: high has 33 bits, so that its product with a quadrant count below 2**20 is exact
 QUARTER_HIGH, QUARTER_LOW, PER_QUARTER = 1.570796326734125614166, 6.077100506506192e-11, 2 / np.pi
 ONE, HALF = np.float32(1), np.float32(0.5)
 S0, S1, S2 = np.float32(-1.9515295891e-4), np.float32(8.3321608736e-3), np.float32(-1.6666654611e-1)
 C0, C1, C2 = np.float32(2.443315711809948e-5), np.float32(-1.388731625493765e-3), np.float32(4.166664568298827e-2)
 
 
-# of the fast-math flags only contraction: reassociation would merge the two steps of the range reduction. Said outright, as a
-# function without flags of its own takes those of the first caller that compiles it.
+# allow contraction only: reassociation would merge the two steps of the range reduction. Explicit, because a function without
+# fast-math flags inherits those of the first caller that compiles it.
 @strict
 def _cos_sin(angle):
-    """Cosine and sine of a float32 angle, in float32."""
+    """Return cosine and sine of a float32 angle, in float32."""
     wide = np.float64(angle)
     quarters = np.floor(wide * PER_QUARTER + 0.5)
     r = np.float32((wide - quarters * QUARTER_HIGH) - quarters * QUARTER_LOW)

@@ -1,17 +1,19 @@
 """RoPE on CUDA: a program rotates some heads of one token (`hopper/rope.py`)."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.device import ready
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.rope import rotate_heads
-from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.gpu.blocks.rope import rotate_heads
+from auraflux.ops.gpu.device import ready
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv, power_of_two
 
-HEADS, LONG = 4, 4096  # of a program, or twice as many where there are so many tokens
-GROWN = 1024  # elements, of a program
+HEADS, LONG = 4, 4096  # heads per program, doubled from this many tokens
+GROWN = 1024  # elements per program
 
 
 @triton.jit
@@ -25,22 +27,47 @@ def _rotate(
     )
 
 
+class QKTensors(NamedTuple):
+    """Tensors of `_rotate_both`, see `norm_rope`."""
+
+    q: Tensor
+    k: Tensor
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    inv_freq: Tensor
+    positions: Tensor
+    q_out: Tensor
+    k_out: Tensor
+
+
+class QKShape(NamedTuple):
+    """Sizes of `_rotate_both`; `q_pitch` is the stride of the queries' heads."""
+
+    q_heads: int
+    k_heads: int
+    q_blocks: int
+    q_pitch: int
+    width: int
+    half: int
+    mscale: float
+    eps: float
+
+
 @triton.jit
 def _rotate_both(
-    q, k, q_weight, k_weight, inv_freq, positions, q_out, k_out, q_heads, k_heads, q_blocks, q_pitch, width, half, mscale, eps,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    t, shape, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
-    if block < q_blocks:
+    if block < shape.q_blocks:
         rotate_heads(
-            q, q_weight, inv_freq, positions, q_out, block, q_heads, q_pitch, width, half, mscale, eps,
-            INTERLEAVED, HEADS, HALF, REST,
+            t.q, t.q_weight, t.inv_freq, t.positions, t.q_out, block, shape.q_heads, shape.q_pitch, shape.width, shape.half,
+            shape.mscale, shape.eps, INTERLEAVED, HEADS, HALF, REST,
         )  # fmt: skip
     else:
-        block -= q_blocks
+        block -= shape.q_blocks
         rotate_heads(
-            k, k_weight, inv_freq, positions, k_out, block, k_heads, width, width, half, mscale, eps,
-            INTERLEAVED, HEADS, HALF, REST,
+            t.k, t.k_weight, t.inv_freq, t.positions, t.k_out, block, shape.k_heads, shape.width, shape.width, shape.half,
+            shape.mscale, shape.eps, INTERLEAVED, HEADS, HALF, REST,
         )  # fmt: skip
 
 
@@ -58,8 +85,8 @@ def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, in
 @triton.jit
 def _grow(q, positions, out, row, width, pitch, span, slope, BLOCK: tl.constexpr):
     token = tl.program_id(0)
-    whole = tl.load(positions + token) // span
-    size = 1.0 + slope * tl.log(1.0 + whole.to(tl.float32))
+    spans = tl.load(positions + token) // span
+    size = 1.0 + slope * tl.log(1.0 + spans.to(tl.float32))
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = (token.to(tl.int64) * (row // width) + at // width) * pitch + at % width
     found = tl.load(q + source, mask=at < row, other=0.0).to(tl.float32)
@@ -91,13 +118,14 @@ def norm_rope(
     if q.numel():
         block = min(HEADS if tokens < LONG else 2 * HEADS, power_of_two(max(q_heads, k_heads)))
         q_blocks, k_blocks = cdiv(q_heads, block), cdiv(k_heads, block)
-        numbers = q_heads, k_heads, q_blocks, q.stride(1), width, half, float(mscale), float(eps)
-        sizes = *numbers, interleaved, block, *_blocks(width, half)
-        tensors = q, k, *(norms or (None, None)), inv_freq, positions, q_out, k_out
-        launch(_rotate_both, (tokens, q_blocks + k_blocks))(*tensors, *sizes, num_warps=2)
+        shape = QKShape(q_heads, k_heads, q_blocks, q.stride(1), width, half, float(mscale), float(eps))
+        q_weight, k_weight = norms or (None, None)
+        tensors = QKTensors(q, k, q_weight, k_weight, inv_freq, positions, q_out, k_out)
+        constants = interleaved, block, *_blocks(width, half)
+        launch(_rotate_both, (tokens, q_blocks + k_blocks))(tensors, shape, *constants, num_warps=2)
     return q_out, k_out
 
 
 def _blocks(width: int, half: int) -> tuple[int, int]:
-    """Channels of the tiles: of one element of each pair, and of what is not rotated."""
+    """Return the padded widths of the tiles: of one element of each pair, and of the channels that are not rotated."""
     return power_of_two(max(1, half)), power_of_two(width - 2 * half) if width > 2 * half else 0

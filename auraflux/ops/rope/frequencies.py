@@ -1,6 +1,6 @@
-"""Rotation frequencies: plain, and the ways checkpoints stretch them to contexts longer than they were trained on.
+"""RoPE frequencies: the default ones, and the scalings that extend checkpoints to longer contexts.
 
-`width` is the number of channels that are rotated, R; every function gives R/2 frequencies in radians per position, float32,
+`width` is the number of rotated channels, R; every function returns R/2 frequencies in radians per position, float32,
 the fastest first. They are computed as transformers computes them, so that the angles of a long context agree.
 """
 
@@ -13,28 +13,28 @@ from auraflux.errors import InputError
 
 
 def rope_frequencies(width: int, theta: float) -> Tensor:
-    """Give the frequencies theta ** (-2i / width)."""
+    """Return the frequencies theta ** (-2i / width)."""
     if width < 2 or width % 2:
         raise InputError(f"{width} channels cannot be rotated in pairs; an even number is needed.")
     return 1.0 / _periods(width, theta)
 
 
 def linear_frequencies(width: int, theta: float, factor: float) -> Tensor:
-    """Slow every frequency down by `factor`."""
+    """Divide every frequency by `factor`."""
     return rope_frequencies(width, theta) / factor
 
 
 def llama3_frequencies(
     width: int, theta: float, factor: float, low_freq_factor: float, high_freq_factor: float, original_context: int
 ) -> Tensor:
-    """Slow down by `factor` the frequencies that turn less than `low_freq_factor` times in the original context.
+    """Divide by `factor` the frequencies with fewer than `low_freq_factor` periods in the original context.
 
-    Those that turn more than `high_freq_factor` times stay; between the two the slow-down fades out.
+    Those with more than `high_freq_factor` periods stay; in between the division fades out.
     """
-    plain = rope_frequencies(width, theta)
-    turns = original_context / (2 * math.pi / plain)
-    kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
-    return (1 - kept) * plain / factor + kept * plain
+    base = rope_frequencies(width, theta)
+    periods = original_context / (2 * math.pi / base)
+    unscaled = ((periods - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    return (1 - unscaled) * base / factor + unscaled * base
 
 
 def yarn_frequencies(
@@ -49,37 +49,37 @@ def yarn_frequencies(
     attention_factor: float | None = None,
     truncate: bool = True,
 ) -> tuple[Tensor, float]:
-    """Slow down by `factor` the frequencies that turn less than `beta_slow` times in the original context.
+    """Divide by `factor` the frequencies with fewer than `beta_slow` periods in the original context.
 
-    Those that turn more than `beta_fast` times stay; between the two the slow-down grows with the channel.
+    Those with more than `beta_fast` periods stay; in between the division grows with the channel.
 
-    mscale, mscale_all_dim, attention_factor  what the checkpoint says about the size of cosine and sine, if anything
-    truncate                                  whether the two borders are rounded outwards to whole channels
-    returns                                   (frequencies, mscale: what `rope` multiplies cosine and sine by)
+    mscale, mscale_all_dim, attention_factor  the checkpoint's settings for the scale of cosine and sine, or None
+    truncate                                  round the two borders outwards to integer channels
+    returns                                   (frequencies, mscale: the factor of cosine and sine in `rope`)
     """
     if not theta > 1:
-        raise InputError(f"YaRN slows rotations of a base above 1 down; it is {theta:g}.")
-    plain = rope_frequencies(width, theta)
-    low, high = (_channel_turning(turns, width, theta, original_context) for turns in (beta_fast, beta_slow))
+        raise InputError(f"YaRN needs a RoPE base above 1; it is {theta:g}.")
+    base = rope_frequencies(width, theta)
+    low, high = (_channel_of(periods, width, theta, original_context) for periods in (beta_fast, beta_slow))
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
-    # equal borders: a step, made with a ramp of a thousandth of a channel
+    # equal borders: a step, approximated by a ramp of a thousandth of a channel
     ramp = (torch.arange(width // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
-    kept = 1 - ramp.clamp(0, 1)
+    unscaled = 1 - ramp.clamp(0, 1)
     slow = 1.0 / (factor * _periods(width, theta))
     if attention_factor is None:
         attention_factor = _attention_factor(factor, mscale, mscale_all_dim)
-    return slow * (1 - kept) + plain * kept, attention_factor
+    return slow * (1 - unscaled) + base * unscaled, attention_factor
 
 
 def _periods(width: int, theta: float) -> Tensor:
     return theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
 
 
-def _channel_turning(turns: float, width: int, theta: float, context: int) -> float:
-    """The channel, not rounded, whose frequency turns that many times within the context."""
-    return width * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+def _channel_of(periods: float, width: int, theta: float, context: int) -> float:
+    """Return the channel, not rounded, whose frequency has that many periods in the context."""
+    return width * math.log(context / (periods * 2 * math.pi)) / (2 * math.log(theta))
 
 
 def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:

@@ -36,7 +36,7 @@ def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, in
     returns     [T, H, D]  in x's dtype
     """
     half = inv_freq.shape[0]
-    # the angle is rounded to float32, as checkpoints were trained; its sine and cosine are then exact however large it is
+    # the angle is rounded to float32, as checkpoints were trained; its sine and cosine are computed exactly for any size
     angles = (positions.float()[:, None] * inv_freq).double()
     cosine, sine = (angles.cos().float() * mscale)[:, None], (angles.sin().float() * mscale)[:, None]
     rotated, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
@@ -52,7 +52,7 @@ def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, in
 def _check_grow_queries(q: Tensor, positions: Tensor, slope: float, span: int) -> None:
     check_shape("q", q, None, None, None)
     check_heads("q", q)
-    # where heads lie apart, one of them is dense
+    # of strided heads, a single one is dense
     check_dense(q=q if q.is_contiguous() else q[:1, :1], positions=positions)
     check_floating(q=q)
     check_shape("positions", positions, q.shape[0])
@@ -63,14 +63,14 @@ def _check_grow_queries(q: Tensor, positions: Tensor, slope: float, span: int) -
 
 @op(check=_check_grow_queries)
 def grow_queries(q: Tensor, positions: Tensor, slope: float, span: int) -> Tensor:
-    """Multiply the queries of a token by 1 + slope * log(1 + n), n being how many whole spans lie before its position.
+    """Multiply the queries of a token by 1 + slope * log(1 + n), n being the number of complete spans before its position.
 
-    q          [T, H, D]  its heads may lie apart
+    q          [T, H, D]  its heads may be strided
     positions  [T]        int32 or int64
     returns    [T, H, D]  in q's dtype
     """
-    whole = (positions // span).float()
-    return (q.float() * (1 + slope * torch.log(1 + whole))[:, None, None]).to(q.dtype).contiguous()
+    spans = (positions // span).float()
+    return (q.float() * (1 + slope * torch.log(1 + spans))[:, None, None]).to(q.dtype).contiguous()
 
 
 def check_norm_rope(
@@ -108,10 +108,10 @@ def norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """Normalise each head of queries and keys where they have norms, then rotate them, see `rope`.
 
-    q           [T, Hq, D]  its heads may lie apart, see `split_q_gate`
+    q           [T, Hq, D]  its heads may be strided, see `split_q_gate`
     k           [T, Hk, D]
     norms       two of [D], the weights of the queries' and the keys' RMS norm, or None
-    returns     (queries, keys), shaped as they were
+    returns     (queries, keys), of unchanged shape
     """
     if norms is not None:
         q, k = rms_norm.reference(q, norms[0], eps), rms_norm.reference(k, norms[1], eps)

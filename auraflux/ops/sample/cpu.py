@@ -1,12 +1,11 @@
 """Sampling on CPU without sorting the vocabulary.
 
-Tokens fall into buckets by how far their logit lies below the best, 64 buckets to a factor e of weight. Buckets are in order
-already, so a cut or the drawn token is found from the buckets' sums, and only the bucket it lies in is looked at again and
-sorted. Beyond 64 factors of e a token weighs nothing in the float64 sum of a vocabulary: such tokens are in no bucket.
+Tokens fall into buckets by the distance of their logit from the best, 64 buckets to a factor e of weight. Buckets are in
+order, so a cut or the sampled token is found from the sums of the buckets, and only the bucket that contains it is sorted.
+Beyond 64 factors of e a token is negligible in the float64 sum of a vocabulary: such tokens are in no bucket.
 
-A token of a bucket is one int64: its logit as an integer that orders the other way, above its index. Sorting these numbers
-sorts by decreasing logit, ties by increasing index. Every filter keeps a beginning of that order, so a cut is the last token
-that is kept.
+A token of a bucket is one int64: its logit as an integer of inverted order, above its index. Sorting these integers sorts by
+decreasing logit, ties by increasing index. Every filter selects a prefix of that order, so a cut is the last selected token.
 """
 
 import math
@@ -21,13 +20,13 @@ from auraflux.ops.simd.math import bits_of_float, float_of_bits
 
 PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
 
-BLOCK = 1 << 12  # tokens of which the best is found before it is compared with others
+BLOCK = 1 << 12  # tokens reduced to their maximum before it is compared with other blocks
 PER_FACTOR, BUCKETS = 64, 64 * 64
-# by which a token at the beginning of a bucket weighs less than the best: whole factors of e, and parts of one
+# weight at the start of a bucket relative to the best: integer powers of e, and fractions of one
 FACTORS, PARTS = np.exp(-np.arange(64.0)), np.exp(-np.arange(64.0) / PER_FACTOR)
 P1, P2, P3, P4, P5, P6 = ((-1 / PER_FACTOR) ** n / math.factorial(n) for n in range(1, 7))
-AT_ONCE = 512  # tokens that are weighed before their sums are made
-NEIGHBOURS = 64  # tokens that are looked at together
+AT_ONCE = 512  # tokens whose weights are computed before they are summed
+NEIGHBOURS = 64  # tokens that are scanned together
 LOWEST = np.float32(-np.inf)
 MAGNITUDE = np.int32(0x7FFFFFFF)
 LOWEST_ORDER = np.int32(~0x7F800000)  # of -inf, see `_ascending`
@@ -37,39 +36,39 @@ LEAST = 5e-324  # above 0
 
 @jit
 def _within(place):
-    """What is left of a bucket's weight at a place within it, from 0 to 1."""
+    """Return the relative weight at a position within a bucket, from 0 to 1."""
     return (((((P6 * place + P5) * place + P4) * place + P3) * place + P2) * place + P1) * place + 1.0
 
 
 @jit
 def _of_bucket(b):
-    """How much a token at the beginning of a bucket weighs."""
+    """Return the weight of a token at the start of a bucket."""
     return FACTORS[b // PER_FACTOR] * PARTS[b % PER_FACTOR]
 
 
 @jit
 def _ascending(x):
-    """An int32 that compares as the float32 does: NaN as -inf, -0 as 0."""
+    """Return an int32 that compares like the float32: NaN as -inf, -0 as 0."""
     bits = bits_of_float(x)
     order = np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & MAGNITUDE))
-    # whole numbers are chosen, as loops that choose floats before are not vectorised
+    # select integers: loops that select floats here are not vectorized
     order = np.int32(0) if order == np.int32(-1) else order
     return order if x == x else LOWEST_ORDER
 
 
 @jit
 def _logit(token):
-    """The logit of a token in a bucket."""
+    """Return the logit of a token in a bucket."""
     order = np.int32(~np.int32(token >> 32))
     return float_of_bits(np.int32(order ^ np.int32(np.int32(order >> np.int32(31)) & MAGNITUDE)))
 
 
 @jit
 def _highest(logits):
-    """The highest logit in `_ascending` form, and the first index that has it."""
+    """Return the highest logit in `_ascending` form, and its first index."""
     best, block = np.int32(-MAGNITUDE), 0
     for start in range(0, len(logits), BLOCK):
-        # an array that begins at 0: with another start Numba looks out for negative indices, and a loop is not vectorised
+        # an array that starts at index 0: otherwise Numba checks for negative indices, and the loop is not vectorized
         some, highest = logits[start : start + BLOCK], np.int32(-MAGNITUDE)
         for i in range(len(some)):
             order = _ascending(some[i])
@@ -84,7 +83,7 @@ def _highest(logits):
 
 @jit
 def _levelled(logits, best):
-    """Put 0 for logits that are as infinite as the best, and -inf for others."""
+    """Replace logits equal to an infinite best by 0, and others by -inf."""
     levels = np.empty_like(logits)
     for i in range(len(logits)):
         levels[i] = np.float32(0) if (logits[i] if logits[i] == logits[i] else LOWEST) == best else LOWEST
@@ -92,32 +91,32 @@ def _levelled(logits, best):
 
 
 @jit
-def _apart(x, best, scale):
-    """By how many buckets a logit lies below the best."""
-    apart = (np.float64(best) - np.float64(x)) * scale
-    # NaN lies beyond the last bucket, as -inf does
-    return apart if apart < BUCKETS else np.float64(BUCKETS)
+def _distance(x, best, scale):
+    """Return the distance of a logit from the best, in buckets."""
+    distance = (np.float64(best) - np.float64(x)) * scale
+    # NaN falls beyond the last bucket, like -inf
+    return distance if distance < BUCKETS else np.float64(BUCKETS)
 
 
 @jit
 def _number(logits, best, scale, buckets):
     """Find every token's bucket."""
     for i in range(len(logits)):
-        buckets[i] = np.uint16(_apart(logits[i], best, scale))
+        buckets[i] = np.uint16(_distance(logits[i], best, scale))
 
 
 @jit
 def _number_and_weigh(logits, best, scale, buckets, within):
-    """Find every token's bucket, and how much it weighs by its place within."""
+    """Find every token's bucket, and its relative weight within it."""
     for i in range(len(logits)):
-        apart = _apart(logits[i], best, scale)
-        buckets[i] = np.uint16(apart)
-        within[i] = _within(apart - np.floor(apart))
+        distance = _distance(logits[i], best, scale)
+        buckets[i] = np.uint16(distance)
+        within[i] = _within(distance - np.floor(distance))
 
 
 @jit
 def _sum_all(logits, best, scale, buckets, sums):
-    """Find every token's bucket, and what those of each bucket weigh by their places within."""
+    """Find every token's bucket, and sum the relative weights within each bucket."""
     within = np.empty(AT_ONCE)
     for start in range(0, len(logits), AT_ONCE):
         some = buckets[start : start + AT_ONCE]
@@ -128,7 +127,7 @@ def _sum_all(logits, best, scale, buckets, sums):
 
 @jit
 def _sum_first(logits, best, scale, buckets, sums, count):
-    """The same for the first `count` tokens alone and others of the last one's bucket; which that is, and how many it has."""
+    """Sum only the top `count` tokens and others of the last one's bucket; return that bucket and its number of tokens."""
     _number(logits, best, scale, buckets)
     counts = np.zeros(BUCKETS + 1, np.int64)
     for i in range(len(buckets)):
@@ -139,13 +138,13 @@ def _sum_first(logits, best, scale, buckets, sums, count):
         b += 1
     for i in range(len(buckets)):
         if buckets[i] <= b:
-            sums[buckets[i]] += _within(_apart(logits[i], best, scale) - buckets[i])
+            sums[buckets[i]] += _within(_distance(logits[i], best, scale) - buckets[i])
     return b, left
 
 
 @jit
 def _running(sums):
-    """How much the tokens before each bucket weigh, and at the end all of them."""
+    """Return the total weight of the tokens before each bucket, and at the end of all tokens."""
     before, total = np.empty(BUCKETS + 1), 0.0
     for b in range(BUCKETS):
         before[b] = total
@@ -156,12 +155,12 @@ def _running(sums):
 
 @jit
 def _weight(token, b, best, scale):
-    return _of_bucket(b) * _within(_apart(_logit(token), best, scale) - b)
+    return _of_bucket(b) * _within(_distance(_logit(token), best, scale) - b)
 
 
 @jit
 def _first_from(ascending, value):
-    """The first index whose element is not below the value."""
+    """Return the first index whose element is not below the value."""
     low, high = 0, len(ascending)
     while low < high:
         middle = (low + high) // 2
@@ -174,7 +173,7 @@ def _first_from(ascending, value):
 
 @jit
 def _sift(heap, root, count):
-    """Let the number at `root` sink to where none below is larger."""
+    """Sift the number at `root` down a heap."""
     value = heap[root]
     child = 2 * root + 1
     while child < count:
@@ -189,7 +188,7 @@ def _sift(heap, root, count):
 
 @jit
 def _sort(heap):
-    """Sort by heap: with Numba's own sort the kernel takes half as long again to compile."""
+    """Sort with heapsort: Numba's own sort makes the kernel compile half as long again."""
     for root in range(len(heap) // 2 - 1, -1, -1):
         _sift(heap, root, len(heap))
     for last in range(len(heap) - 1, 0, -1):
@@ -199,16 +198,16 @@ def _sort(heap):
 
 @jit
 def _has(buckets, wanted):
-    apart = np.uint16(BUCKETS)
+    distance = np.uint16(BUCKETS)
     for i in range(len(buckets)):
         other = np.uint16(buckets[i] ^ wanted)
-        apart = other if other < apart else apart
-    return apart == 0
+        distance = other if other < distance else distance
+    return distance == 0
 
 
 @jit
 def _tokens(logits, buckets, b):
-    """The tokens of a bucket, in order."""
+    """Return the tokens of a bucket, sorted."""
     wanted, count = np.uint16(b), 0
     tokens = np.empty(NEIGHBOURS, np.int64)
     for start in range(0, len(logits), NEIGHBOURS):
@@ -220,7 +219,7 @@ def _tokens(logits, buckets, b):
             more[:count] = tokens[:count]
             tokens = more
         for i in range(len(some)):
-            # written over unless it belongs there: no branch need be guessed
+            # overwritten unless it belongs there: no branch to mispredict
             tokens[count] = (np.int64(~_ascending(logits[start + i])) << 32) | (start + i)
             count += some[i] == wanted
     _sort(tokens[:count])
@@ -229,7 +228,7 @@ def _tokens(logits, buckets, b):
 
 @jit
 def _cut_at_count(logits, buckets, before, b, count, best, scale):
-    """Keep tokens of a bucket, so many and those whose logit equals the last one's: the last that is kept, what all weigh."""
+    """Select `count` tokens of a bucket and ties of the last; return the last selected token and the total weight."""
     tokens, total = _tokens(logits, buckets, b), before[b]
     least, final = _logit(tokens[count - 1]), tokens[0]
     for token in tokens:
@@ -241,36 +240,36 @@ def _cut_at_count(logits, buckets, before, b, count, best, scale):
 
 @jit
 def _cut_at_sum(logits, buckets, before, limit, final, best, scale):
-    """Keep tokens up to `final` while those before weigh less than `limit`."""
+    """Select tokens up to `final` while the weight before them is below `limit`."""
     b = min(max(_first_from(before, limit) - 1, 0), BUCKETS - 1)
     while b > 0 and before[b + 1] == before[b]:
         b -= 1
     tokens, total = _tokens(logits, buckets, b), before[b]
-    kept = tokens[0]
+    last_token = tokens[0]
     for token in tokens:
         if total >= limit or token > final:
             break
-        kept, total = token, total + _weight(token, b, best, scale)
-    return min(kept, final), total
+        last_token, total = token, total + _weight(token, b, best, scale)
+    return min(last_token, final), total
 
 
 @jit
 def _cut_at_weight(logits, buckets, before, least, final, total, best, scale):
-    """Keep tokens up to `final`, which weigh `total`, that weigh at least `least`."""
+    """Select tokens up to `final`, of total weight `total`, that weigh at least `least`."""
     nearest = -np.log(least) * PER_FACTOR
-    # one bucket earlier, as the logarithm is rounded
+    # one bucket earlier, because the logarithm is rounded
     first = max(int(nearest) - 1, 0) if nearest < BUCKETS else BUCKETS
     for b in range(first, BUCKETS):
         if before[b + 1] == before[b]:
             continue
-        kept = before[b]
+        summed = before[b]
         for token in _tokens(logits, buckets, b):
             if token > final:
                 return final, total
             weight = _weight(token, b, best, scale)
             if weight < least:
-                return token - 1, kept
-            kept += weight
+                return token - 1, summed
+            summed += weight
     return final, total
 
 
@@ -300,7 +299,7 @@ def _draw(logits_at, size, uniform, temperature, top_k, top_p, min_p):
         least = np.float64(min_p) if min_p < 1 else 1.0
         final, total = _cut_at_weight(logits, buckets, before, least, final, total, best, scale)
     target = (min(np.float64(uniform), BELOW_ONE) if uniform > 0 else 0.0) * total
-    # the drawn token is the last whose predecessors weigh no more than the target
+    # the sampled token is the last whose predecessors weigh no more than the target
     drawn, _ = _cut_at_sum(logits, buckets, before, np.nextafter(target, np.inf), final, best, scale)
     return drawn & 0xFFFFFFFF
 
@@ -317,7 +316,7 @@ def _draw_rows(args, job, jobs):
 
 @Kernel
 def _first_rows(args, job, jobs):
-    """Take the first token of each row, as temperature 0 does: drawing takes seconds to compile."""
+    """Take the best token of each row, for temperature 0: a kernel of its own, because sampling takes seconds to compile."""
     logits, out, rows, size = arguments(args, 4)
     found = int64s(out, rows)
     for row in share(rows, job, jobs):

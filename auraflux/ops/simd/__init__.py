@@ -1,1 +1,1 @@
-"""What the CPU kernels of all families share: compiling with Numba, vector instructions, recorded steps."""
+"""Infrastructure shared by all CPU kernels: Numba compilation, vector instructions, the thread pool, launch replay."""

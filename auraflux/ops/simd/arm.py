@@ -1,4 +1,4 @@
-"""The instruction sets of ARM: NEON with dot products of bytes, and with products of matrices of bytes (i8mm)."""
+"""ARM instruction sets: NEON with byte dot products, and with byte matrix products (i8mm)."""
 
 from typing import Any
 
@@ -13,16 +13,16 @@ from auraflux.ops.simd.vectors import F32, I32, I64, call, load, pick, splat, st
 class Dotprod(Isa):
     name, lanes, tokens, signed_codes = "neon-dotprod", 4, 8, True
     features: tuple[str, ...] = ("dotprod",)
-    # two Neoverse-N1 cores read 4-bit weights at 27.6 GB/s without, 29.2 from 512 to 2048, 25.6 at 4096, beside a read ceiling
-    # of 37; 8-bit ones at 34-36 without and at 512, at 33 from 1024 on
-    ahead = 512
-    small_codes, small_spans = 256, 64
+    # two Neoverse-N1 cores read 4-bit weights at 27.6 GB/s without, 29.2 from 512 to 2048, 25.6 at 4096 (measured peak: 37);
+    # 8-bit weights at 34-36 without and at 512, at 33 from 1024 on
+    prefetch_nbytes = 512
+    inputs_per_step_2bit, inputs_per_step = 256, 64
     by_lane = small_tables = widens_halves = denormals = half_products = True
     digits = 3
     small_unit = 2.0**-133
 
     def quads(self, b: ir.IRBuilder, address: ir.Value, count: int) -> list[ir.Value]:
-        # the dot instruction takes one lane of a register for all: a splat of a loaded vector's lane costs nothing
+        # the dot instruction broadcasts one lane of a register, so a splat of a loaded lane costs nothing
         found = []
         for i in range(0, count, 4):
             words = load(b, address, 4 * i, self.ints)
@@ -50,9 +50,9 @@ class Dotprod(Isa):
 
     def dot_lanes(self, b: ir.IRBuilder, sums: list[ir.Value], codes: list[ir.Value], acts: list[ir.Value]) -> list[ir.Value]:
         if machine() != "aarch64":
-            # LLVM reads the assembly of no other processor than its own
+            # LLVM parses inline assembly of its own architecture only
             return super().dot_lanes(b, sums, codes, acts)
-        # in this order a Neoverse-N1 begins two a cycle; in LLVM's they take a quarter longer
+        # in this order a Neoverse-N1 issues two per cycle; LLVM's order takes a quarter longer
         count, many = len(sums), len(sums) + len(codes)
         lines = [f"sdot ${t}.4s, ${count + i}.16b, ${many + t}.4b[{i}]" for i in range(len(codes)) for t in range(count)]
         constraints = ["=&w"] * count + ["w"] * many + [str(t) for t in range(count)]
@@ -60,44 +60,44 @@ class Dotprod(Isa):
         found = b.asm(kind, "\n".join(lines), ",".join(constraints), [*codes, *acts, *sums], side_effect=False)
         return [b.extract_value(found, t) for t in range(count)]
 
-    def after(self, b: ir.IRBuilder, address: ir.Value, made: list[ir.Value]) -> ir.Value:
-        # no instruction, but one that LLVM believes to need all of them
+    def ordered_after(self, b: ir.IRBuilder, address: ir.Value, made: list[ir.Value]) -> ir.Value:
+        # emits no instruction, but LLVM sees a dependency on all of them
         kind = ir.FunctionType(I64, [I64, *(each.type for each in made)])
         return b.asm(kind, "", ",".join(["=r", "0", *["w" for _ in made]]), [address, *made], side_effect=True)
 
-    def kept(self, b: ir.IRBuilder, values: list[ir.Value]) -> Any:
-        # in memory: a copy of a register would take the place of arithmetic
+    def spill(self, b: ir.IRBuilder, values: list[ir.Value]) -> Any:
+        # in memory: register copies would compete with arithmetic
         slots = cgutils.alloca_once(b, ir.ArrayType(values[0].type, len(values)))
         where = b.ptrtoint(slots, I64)
         for i, value in enumerate(values):
             store(b, value, where, 16 * i)
         return where, values[0].type, len(values)
 
-    def copies(self, b: ir.IRBuilder, kept: Any, turn: ir.Value) -> list[ir.Value]:
-        where, kind, count = kept
-        # no instruction, but LLVM believes that the address depends on the turn
-        hidden = b.asm(ir.FunctionType(I64, [I64, I64]), "", "=r,0,r", [where, turn], side_effect=False)
+    def reload(self, b: ir.IRBuilder, spilled: Any, step: ir.Value) -> list[ir.Value]:
+        where, kind, count = spilled
+        # emits no instruction, but LLVM sees an address that depends on the step
+        hidden = b.asm(ir.FunctionType(I64, [I64, I64]), "", "=r,0,r", [where, step], side_effect=False)
         return [load(b, hidden, 16 * i, kind) for i in range(count)]
 
-    def put_below(self, b: ir.IRBuilder, top: ir.Value, rest: ir.Value, count: int) -> ir.Value:
-        # one instruction, which LLVM finds only where it does not rearrange what comes after
+    def shift_right_insert(self, b: ir.IRBuilder, top: ir.Value, rest: ir.Value, count: int) -> ir.Value:
+        # one instruction; LLVM selects it only where it does not reorder its users
         return call(b, "llvm.aarch64.neon.vsri.v16i8", self.bytes, top, rest, ir.Constant(I32, count))
 
     def powers(self, b: ir.IRBuilder, address: ir.Value, offset: ir.Value) -> ir.Value:
-        # bytes go to the top of their lanes by a look-up, in place of two instructions that widen them
+        # a table look-up moves bytes to the top of their lanes; widening would take two instructions
         four = b.insert_element(splat(self.floats, 0.0), load(b, address, offset, F32), ir.Constant(I32, 0))
         places = ir.Constant(self.bytes, [n for lane in range(4) for n in (-1, -1, -1, lane)])
         moved = call(b, "llvm.aarch64.neon.tbl1.v16i8", self.bytes, b.bitcast(four, self.bytes), places)
         return b.bitcast(b.lshr(b.bitcast(moved, self.ints), splat(self.ints, 1)), self.floats)
 
     def small_float(self, b: ir.IRBuilder, words: ir.Value, byte: int) -> ir.Value:
-        # a byte at the upper end of the fraction, the rest nothing: a denormal, or the next larger numbers
+        # the byte fills the top of the mantissa, all else is 0: a denormal or one of the smallest normal floats
         places = ir.Constant(self.bytes, [n for lane in range(4) for n in (-1, -1, 4 * lane + byte, -1)])
         found = call(b, "llvm.aarch64.neon.tbl1.v16i8", self.bytes, b.bitcast(words, self.bytes), places)
         return b.bitcast(found, self.floats)
 
     def larger(self, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-        # one instruction, where a comparison and a choice would be waited for at every step
+        # one instruction; compare and select would lengthen the dependency chain
         return call(b, "llvm.maxnum.v4f32", x.type, x, y) if x.type.count == 4 else super().larger(b, x, y)
 
     def at_least(self, b: ir.IRBuilder, x: ir.Value, bound: ir.Value) -> ir.Value:
@@ -107,7 +107,7 @@ class Dotprod(Isa):
         return call(b, "llvm.aarch64.neon.tbl1.v16i8", self.bytes, ir.Constant(self.bytes, table), codes)
 
     def look_up_more(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
-        # two registers are as cheap as one, more are not; outside of them 0 is found
+        # a table of two registers is as cheap as one; more are not. Indices outside it give 0
         found = None
         for first in range(0, len(table), 32):
             part = [ir.Constant(self.bytes, table[i : i + 16]) for i in (first, first + 16)]

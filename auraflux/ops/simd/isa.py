@@ -1,6 +1,6 @@
-"""`ISA`, the instruction set that kernels are compiled for: the best one that the processor has.
+"""`ISA`, the instruction set that kernels are compiled for: the best one that the processor supports.
 
-`AURAFLUX_ISA` picks another: any in `ISAS` that the processor has.
+The environment variable `AURAFLUX_ISA` selects another from `ISAS` that the processor supports.
 """
 
 import os
@@ -15,8 +15,8 @@ ISAS = {isa.name: isa for isa in (Avx512(), AvxVnni(), Avx2(), I8mm(), Dotprod()
 
 
 def _choose() -> Isa:
-    there = cpu_features() if machine() in ("x86_64", "aarch64") else set()
-    usable = [isa for isa in ISAS.values() if set(isa.features) <= there]
+    supported = cpu_features() if machine() in ("x86_64", "aarch64") else set()
+    usable = [isa for isa in ISAS.values() if set(isa.features) <= supported]
     best = next(isa for isa in usable if not cpu_name().startswith(isa.slow_on))
     wanted = os.environ.get("AURAFLUX_ISA", best.name)
     for isa in usable:

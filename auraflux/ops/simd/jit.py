@@ -1,10 +1,9 @@
-"""Compiling Python to machine code with Numba, the way every `cpu` module here does it.
+"""JIT compilation of CPU kernels with Numba: `@Kernel` for launches, `@jit` for the functions they call.
 
-Kernels take addresses (`tensor.data_ptr()`) and sizes, because an array argument costs microseconds to unbox and an address a
-fraction of one. Inside, `floats(address, n)` and its siblings make an array over the memory. Nothing checks bounds in there:
-shapes, dtypes and contiguity are checked before a kernel runs.
-
-`@jit` compiles a function, `@Kernel` one that all threads run together (threads.py). Compiled code is kept on disk (folder.py).
+A kernel is `body(args, job, jobs)`: the thread pool (threads.py) runs it as `jobs` jobs. Its arguments are 64-bit words, mostly
+addresses (`tensor.data_ptr()`) and sizes, because unboxing an array costs microseconds and an integer a fraction of one.
+Inside, `floats(address, n)` and its siblings view memory as an array. They check no bounds: shapes, dtypes and contiguity are
+checked before a launch. Compiled code is cached on disk (compile/cache_folder.py).
 """
 
 import ctypes
@@ -24,21 +23,21 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 from torch import Tensor
 
-from auraflux.kernel_cache import is_kept
+from auraflux.jit_cache import is_cached
 from auraflux.ops._recording import recorder
-from auraflux.ops.simd.compiler import FAST, OPTIONS, KernelCompiler
-from auraflux.ops.simd.compiler import jit_with as jit_with
-from auraflux.ops.simd.folder import CACHE_FOLDER, our_cache
-from auraflux.ops.simd.threads import LINE, crew, launch
+from auraflux.ops.simd.compile.cache_folder import CACHE_FOLDER, our_cache
+from auraflux.ops.simd.compile.compiler import FAST, OPTIONS, KernelCompiler
+from auraflux.ops.simd.compile.compiler import jit_with as jit_with
+from auraflux.ops.simd.threads import LINE, launch, thread_pool
 from auraflux.ops.simd.threads import threads as threads
 
 jit = jit_with(*FAST)
-strict = jit_with("contract")  # no sum is reordered
+strict = jit_with("contract")  # sums are not reordered
 
 
 @intrinsic
 def call_kernel(typingctx, function, args):
-    """Run one job of the kernel at an address, with a tuple of integers as its arguments; tuples in it are opened."""
+    """Call a kernel at an address as a single job; `args` is a tuple of integers, nested tuples are flattened."""
 
     def codegen(context, builder, signature, values):
         word, given = ir.IntType(64), cgutils.unpack_tuple(builder, values[1])
@@ -58,31 +57,31 @@ def call_kernel(typingctx, function, args):
     return types.void(function, args), codegen
 
 
-def held(values: array) -> int:
-    """Address of numbers that a kernel will read; they must stay as long as a recording does."""
+def address_of(values: array) -> int:
+    """Return the address of integers that a kernel will read; a recording retains them."""
     if recorder and (recording := recorder.recording) is not None:
-        recording.keep(values)
+        recording.retain(values)
     return values.buffer_info()[0]
 
 
-class Notes(NamedTuple):
-    """Kernels that one thread calls, which do not run."""
+class DryRun(NamedTuple):
+    """Kernels that one thread calls while none of them runs, in order and without repeats."""
 
     thread: int
-    found: dict["Kernel", None]
+    kernels: dict["Kernel", None]
 
 
-notes: Notes | None = None  # while `ahead` takes them
+dry_run: DryRun | None = None  # set while compile/ahead.py collects kernels
 
 
 JOB = types.void(types.int64, types.int64, types.int64)
 
 
 class Kernel:
-    """Compiled code that runs as a number of jobs, on all threads or on the calling one.
+    """A compiled function that a launch runs as several jobs on the thread pool.
 
-    Numba takes ten seconds to compile a `prange` loop around a large body, and one without it. So bodies are compiled plain,
-    as `body(args, job, jobs)`, and one small parallel loop launches them all.
+    Numba takes ten seconds to compile a `prange` loop around a large body, and one second without it. So bodies are compiled
+    as serial code, `body(args, job, jobs)`, and one small function launches them all.
     """
 
     def __init__(self, body: Callable[..., None]):
@@ -94,17 +93,17 @@ class Kernel:
 
     @property
     def address(self) -> int:
-        """Where its code is; 0 where kernels are only noted."""
-        if notes is not None and notes.thread == threading.get_ident():
-            notes.found[self] = None
+        """Address of the machine code; 0 in a dry run."""
+        if dry_run is not None and dry_run.thread == threading.get_ident():
+            dry_run.kernels[self] = None
             return 0
         return self._address or self.compile()
 
     def compile(self) -> int:
-        """Compile it, or fetch it from the cache, and give its address."""
+        """Compile the kernel, or load it from the JIT cache, and return its address."""
         if self._address is None:
             with our_cache():
-                # kept, because the machine code lives as long as this object
+                # an attribute, because the machine code lives as long as this object
                 self._compiled: Any = numba.cfunc(JOB, cache=True, pipeline_class=KernelCompiler, fastmath=FAST, **OPTIONS)(
                     self.body
                 )
@@ -112,62 +111,62 @@ class Kernel:
         assert self._address is not None
         return self._address
 
-    def is_kept(self) -> bool:
-        """Whether it need not be compiled: it has been, or is in the cache."""
-        return self._address is not None or (bool(CACHE_FOLDER) and is_kept(CACHE_FOLDER, self.body, JOB))
+    def is_cached(self) -> bool:
+        """Return whether the kernel is compiled or in the JIT cache."""
+        return self._address is not None or (bool(CACHE_FOLDER) and is_cached(CACHE_FOLDER, self.body, JOB))
 
     def __call__(self, jobs: int, *args: int | float) -> None:
-        """Run `jobs` jobs; one stays on this thread. Arguments are ints, or Python floats where the body takes a `real`."""
-        if notes is not None and notes.thread == threading.get_ident():
-            notes.found[self] = None
+        """Launch `jobs` jobs; a single job runs on this thread. Arguments are ints, or floats where the body takes a `real`."""
+        if dry_run is not None and dry_run.thread == threading.get_ident():
+            dry_run.kernels[self] = None
             return
         if self._pack is None:
             self._pack = struct.Struct("".join("d" if type(value) is float else "q" for value in args)).pack
         packed = array("q", self._pack(*args))
-        launch(crew.shared, self._address or self.compile(), packed.buffer_info()[0], jobs)
+        launch(thread_pool.shared, self._address or self.compile(), packed.buffer_info()[0], jobs)
         if recorder and (recording := recorder.recording) is not None:
             assert self._address is not None
             recording.add(self._address, packed, jobs)
 
 
-class Question(Kernel):
-    """A kernel that Python asks for a number: it reads its arguments, and writes the answer behind the last of them.
+class Query(Kernel):
+    """A kernel that returns an integer to Python, which it stores after its last argument.
 
-    noted  what is taken for the answer where kernels are only noted
+    dry_run_answer  the result in a dry run
     """
 
-    def __init__(self, body: Callable[..., None], noted: int):
+    def __init__(self, body: Callable[..., None], dry_run_answer: int):
         super().__init__(body)
-        self.noted = noted
+        self.dry_run_answer = dry_run_answer
 
     def ask(self, *args: int) -> int:
-        """Run it, on this thread."""
-        if notes is not None and notes.thread == threading.get_ident():
-            notes.found[self] = None
-            return self.noted
+        """Run the query on this thread and return its answer."""
+        if dry_run is not None and dry_run.thread == threading.get_ident():
+            dry_run.kernels[self] = None
+            return self.dry_run_answer
         packed = array("q", (*args, 0))
-        launch(crew.shared, self._address or self.compile(), packed.buffer_info()[0], 1)
+        launch(thread_pool.shared, self._address or self.compile(), packed.buffer_info()[0], 1)
         if recorder and (recording := recorder.recording) is not None:
             assert self._address is not None
-            recording.ask(self._address, packed)
+            recording.add_query(self._address, packed)
         return packed[-1]
 
 
-def question(noted: int) -> Callable[[Callable[..., None]], Question]:
-    """Compile a kernel that Python asks for a number; `noted` is taken for it where kernels are only noted."""
-    return partial(Question, noted=noted)
+def query(dry_run_answer: int) -> Callable[[Callable[..., None]], Query]:
+    """Make a kernel a query: it returns an integer to Python, and `dry_run_answer` in a dry run."""
+    return partial(Query, dry_run_answer=dry_run_answer)
 
 
-def found_wrong(address: int) -> int:
-    """What a kernel left in an int64 that is 0 unless it was given something wrong."""
-    if recorder and (recording := recorder.recording) is not None and not recording.looks(address):
+def error_flag(address: int) -> int:
+    """Return the error flag that a kernel sets: an int64 that is 0 unless the kernel found bad input."""
+    if recorder and (recording := recorder.recording) is not None and not recording.checks_error_flag(address):
         return 0
     return ctypes.c_int64.from_address(address).value
 
 
 @intrinsic(prefer_literal=True)
 def arguments(typingctx, args, count):
-    """Open a kernel's arguments: a tuple of `count` integers."""
+    """Load the `count` words of a kernel's arguments as a tuple of integers."""
 
     def codegen(context, builder, signature, values):
         pointer = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
@@ -179,7 +178,7 @@ def arguments(typingctx, args, count):
 
 @intrinsic
 def real(typingctx, bits):
-    """A float argument, as float32."""
+    """Reinterpret an argument word as a float64 and round it to float32."""
 
     def codegen(context, builder, signature, values):
         return builder.fptrunc(builder.bitcast(values[0], ir.DoubleType()), ir.FloatType())
@@ -189,12 +188,12 @@ def real(typingctx, bits):
 
 @jit
 def share(count, job, jobs):
-    """The part of range(count) that falls to this job."""
+    """Return the slice of range(count) that belongs to this job."""
     return range(job * count // jobs, (job + 1) * count // jobs)
 
 
 def _view(dtype: types.Type) -> Callable[..., Any]:
-    """Make the function that gives `n` elements of a type at an address as an array."""
+    """Return an intrinsic that views `n` elements of a type at an address as an array."""
     kind = types.Array(dtype, 1, "C")
 
     @intrinsic
@@ -214,19 +213,19 @@ def _view(dtype: types.Type) -> Callable[..., Any]:
 
 
 floats, int32s, int64s = _view(types.float32), _view(types.int32), _view(types.int64)
-halves = _view(types.uint16)  # patterns of bf16 or f16
+halves = _view(types.uint16)  # bit patterns of bf16 or f16
 octets = _view(types.uint8)
 doubles = _view(types.float64)
 
 
 class Scratch(threading.local):
-    """A thread's scratch memory, aligned to cache lines; `view` is for Python to write to."""
+    """Scratch memory of one thread, aligned to cache lines; Python writes to it through `view`."""
 
     nbytes = address = 0
     view = memoryview(bytearray())
 
     def grow(self, nbytes: int) -> None:
-        """Have at least so much, and some to spare."""
+        """Reallocate to at least `nbytes`, with a quarter in reserve."""
         self.nbytes = nbytes + nbytes // 4
         buffer = torch.empty(self.nbytes + LINE, dtype=torch.uint8)
         ahead = -buffer.data_ptr() % LINE
@@ -237,10 +236,10 @@ scratch = Scratch()
 
 
 def workspace(nbytes: int) -> int:
-    """Address of this thread's scratch memory, at least `nbytes` of it, aligned to cache lines; valid until the next call.
+    """Return the address of this thread's scratch memory, at least `nbytes` aligned to cache lines; valid until the next call.
 
-    Kernels take it as an argument: an array made inside jitted code is freed after its last use by name, which an address
-    does not count as.
+    Kernels take it as an argument: an array allocated in jitted code is freed after the last use of its name, even while its
+    address is in use.
     """
     if recorder and (recording := recorder.recording) is not None:
         return recording.workspace(nbytes)
@@ -250,10 +249,10 @@ def workspace(nbytes: int) -> int:
 
 
 def as_float(x: Tensor) -> Tensor:
-    """float32 as it is, anything narrower widened: kernels here compute on float32."""
+    """Convert to float32, in which the CPU kernels compute; a float32 tensor is returned unchanged."""
     return x if x.dtype is torch.float32 else x.float()
 
 
 def like(out: Tensor, x: Tensor) -> Tensor:
-    """Give a float32 result the dtype of `x`."""
+    """Convert a float32 result to the dtype of `x`."""
     return out if out.dtype is x.dtype else out.to(x.dtype)

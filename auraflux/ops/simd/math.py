@@ -1,4 +1,4 @@
-"""Elementary functions in float32 that Numba's loops can vectorise, and bits as numbers."""
+"""Elementary functions in float32 that LLVM can vectorise, and bit casts."""
 
 import numpy as np
 from llvmlite import ir
@@ -47,10 +47,10 @@ P0, P1, P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float3
 P3, P4, P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 
 
-# flags are spelt out: without any, Numba takes those of the first caller, which would merge the range reduction's two steps
+# explicit flags: without any, Numba uses those of the first caller, which would merge the two steps of the range reduction
 @strict
 def exp(x):
-    """e**x in float32 to 2 ulp; 0 below -87.3, infinity above 88.3."""
+    """Return e**x in float32 to 2 ulp; 0 below -87.3, infinity above 88.3."""
     clipped = min(max(x, BOTTOM), TOP)
     n = rint(clipped * LOG2E)
     r = (clipped - n * LN2_HIGH) - n * LN2_LOW

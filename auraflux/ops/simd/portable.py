@@ -1,7 +1,7 @@
-"""What kernels ask of a processor's vectors, answered in portable IR.
+"""The vector operations of CPU kernels, in portable LLVM IR.
 
-Vectors have `lanes` 32-bit lanes. An instruction set is a class that replaces what its instructions do better, above all the
-three things that differ most: a dot product of bytes, a table look-up, how four bytes of activations reach all lanes.
+Vectors have `lanes` 32-bit lanes. A subclass for an instruction set overrides the operations that it has instructions for.
+Three differ most: the byte dot product, the table look-up, and the broadcast of four activation bytes to all lanes.
 """
 
 from typing import Any
@@ -12,33 +12,33 @@ from auraflux.ops.simd.vectors import F32, I8, I32, call, load, pick, splat, spr
 
 
 class Isa:
-    """Portable IR: right everywhere, fast nowhere. The others replace what their instructions do better."""
+    """Portable IR, correct on every processor and fast on none; subclasses override it with their instructions."""
 
     name = "portable"
     features: tuple[str, ...] = ()
-    slow_on: tuple[str, ...] = ()  # what LLVM's names of processors begin with that have it, and are no faster with it
+    slow_on: tuple[str, ...] = ()  # prefixes of LLVM CPU names that support it without being faster
     lanes = 4
-    tokens = 4  # how many tokens' sums fit in registers
-    signed_codes = False  # whether `dot` takes 8-bit codes as signed, stored minus 128
-    # bytes into which exact products split an activation for `dot`, 3, or none: it stays float32 then. Two Neoverse-N1 cores
-    # need four times as long to unpack codes as floats and multiply those
+    tokens = 4  # tokens whose sums fit in registers
+    signed_codes = False  # `dot` takes 8-bit codes as signed, stored minus 128
+    # bytes into which exact products split an activation for `dot`; 0: activations stay float32. On two Neoverse-N1 cores,
+    # unpacking codes to floats and multiplying those takes four times as long
     digits = 0
-    by_lane = False  # whether both sides of `dot` are signed, and a lane of the last one serves for all
-    by_pair = False  # whether one instruction multiplies two rows by two tokens, eight inputs of each: `dot_pairs`
-    # bytes ahead at which one token's weights are asked for, or 0: the processor's own prefetching stops at the end of a page.
-    # Two x86 AVX-512 cores read 4-bit weights at 17-19 GB/s without, 20 at 1024, 21 at 2048, 23-24 from 4096 on, beside a read
-    # ceiling of 28-30
-    ahead = 4096
-    # inputs of one token that a turn of the loop over 2-bit codes takes, or 0: those of a group. Two Neoverse-N1 cores read
-    # 16.3 GB/s at 256, 15.1 without, 15.9 at 512
-    small_codes = 0
-    # the same with more bits. Groups of 32 with 4 bits are read at 23.1 GB/s at 64, 22.5 without; groups of 64 slower
-    small_spans = 0
-    small_unit = 1.0  # what `small_float` gives for a byte of 1
-    denormals = False  # whether products of denormal floats take no longer than others
-    half_products = False  # whether eight products of half precision take as long as four of float32
-    widens_halves = False  # whether f16 becomes float32 by one instruction
-    small_tables = False  # whether bytes are looked up among 32 at a time, so that a few instructions more are cheaper
+    by_lane = False  # both operands of `dot` are signed, and one lane of the second is broadcast to all
+    by_pair = False  # one instruction multiplies two rows by two tokens, eight inputs of each: `dot_pairs`
+    # prefetch distance for the weights of a single token; 0: none. The hardware prefetcher stops at the end of a page.
+    # Two x86 AVX-512 cores read 4-bit weights at 17-19 GB/s without, 20 at 1024, 21 at 2048, 23-24 from 4096 on; the measured
+    # peak is 28-30
+    prefetch_nbytes = 4096
+    # inputs per iteration of the single-token loop over 2-bit codes; 0: one group. Two Neoverse-N1 cores read 16.3 GB/s at
+    # 256, 15.1 without, 15.9 at 512
+    inputs_per_step_2bit = 0
+    # the same for more bits. 4-bit codes in groups of 32 are read at 23.1 GB/s at 64, 22.5 without; groups of 64 are slower
+    inputs_per_step = 0
+    small_unit = 1.0  # result of `small_float` for a byte of 1
+    denormals = False  # products of denormal floats are as fast as others
+    half_products = False  # eight products in float16 take as long as four in float32
+    widens_halves = False  # one instruction converts f16 to float32
+    small_tables = False  # table look-ups cover 32 bytes at a time, so a few instructions more are cheaper than larger tables
 
     @property
     def floats(self) -> ir.VectorType:
@@ -71,20 +71,19 @@ class Isa:
         return total
 
     def unpacked(self, b: ir.IRBuilder, codes: ir.Value, bits: int) -> ir.Value:
-        """Codes as they are kept for many tokens, for `dot_unpacked`."""
+        """Convert codes to the form that `dot_unpacked` takes, once for many tokens."""
         return codes
 
     def dot_unpacked(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
         return self.dot(b, total, codes, acts, bits)
 
     def sum_bytes(self, b: ir.IRBuilder, values: ir.Value) -> ir.Value:
-        """The sum of signed bytes."""
-        whole = vector(I32, values.type.count)
-        return call(b, f"llvm.vector.reduce.add.v{whole.count}i32", I32, b.sext(values, whole))
+        """Return the sum of signed bytes."""
+        wide = vector(I32, values.type.count)
+        return call(b, f"llvm.vector.reduce.add.v{wide.count}i32", I32, b.sext(values, wide))
 
     def dot_lanes(self, b: ir.IRBuilder, sums: list[ir.Value], codes: list[ir.Value], acts: list[ir.Value]) -> list[ir.Value]:
-        """Add to each sum, lane by lane, dot products of vectors of unpacked codes: the first with the first four bytes of the
-        sum's own activations, and so on."""
+        """Add to each sum, by lane, dot products of unpacked codes with its activations: vector i with bytes 4i to 4i+3."""
         for i, v in enumerate(codes):
             quads = [b.bitcast(pick(b, x, x, [i] * self.lanes), self.bytes) for x in acts]
             sums = [self.dot_unpacked(b, total, v, quad, 8) for total, quad in zip(sums, quads, strict=True)]
@@ -94,22 +93,22 @@ class Isa:
         """Add dot products of two tokens' eight activations with two rows' eight unpacked codes: t0 r0, t0 r1, t1 r0, t1 r1."""
         raise NotImplementedError
 
-    def after(self, b: ir.IRBuilder, address: ir.Value, made: list[ir.Value]) -> ir.Value:
-        """The same address, from which nothing should be loaded before these vectors are made."""
+    def ordered_after(self, b: ir.IRBuilder, address: ir.Value, made: list[ir.Value]) -> ir.Value:
+        """Return the address with a dependency on vectors, so that LLVM loads from it only after they are computed."""
         return address
 
-    def kept(self, b: ir.IRBuilder, values: list[ir.Value]) -> Any:
-        """Vectors of one type, for `copies`."""
+    def spill(self, b: ir.IRBuilder, values: list[ir.Value]) -> Any:
+        """Store vectors of one type to memory for `reload`."""
         return values
 
-    def copies(self, b: ir.IRBuilder, kept: Any, turn: ir.Value) -> list[ir.Value]:
-        """Copies of what is kept, about to be written over; `turn` is another number every time."""
-        return kept
+    def reload(self, b: ir.IRBuilder, spilled: Any, step: ir.Value) -> list[ir.Value]:
+        """Load copies of spilled vectors that will be overwritten; `step` is different at every call."""
+        return spilled
 
-    def put_below(self, b: ir.IRBuilder, top: ir.Value, rest: ir.Value, count: int) -> ir.Value:
-        """Bytes of the highest `count` bits of one vector's bytes and, below them, the highest bits of the other's."""
-        kept = b.and_(top, splat(self.bytes, 256 - (256 >> count)))
-        return b.or_(kept, b.lshr(rest, splat(self.bytes, count)))
+    def shift_right_insert(self, b: ir.IRBuilder, top: ir.Value, rest: ir.Value, count: int) -> ir.Value:
+        """Combine the highest `count` bits of each byte of `top` with, below them, the highest bits of `rest`."""
+        high = b.and_(top, splat(self.bytes, 256 - (256 >> count)))
+        return b.or_(high, b.lshr(rest, splat(self.bytes, count)))
 
     def powers(self, b: ir.IRBuilder, address: ir.Value, offset: ir.Value) -> ir.Value:
         """Load a byte for each lane as the exponent of a float."""
@@ -117,27 +116,27 @@ class Isa:
         return b.bitcast(b.shl(exponents, splat(self.ints, 23)), self.floats)
 
     def small_float(self, b: ir.IRBuilder, words: ir.Value, byte: int) -> ir.Value:
-        """One of the four bytes of each lane as a float, times `small_unit`."""
+        """Convert one of the four bytes of each lane to a float, times `small_unit`."""
         found = b.lshr(words, splat(self.ints, 8 * byte)) if byte else words
         return b.sitofp(b.and_(found, splat(self.ints, 255)), self.floats)
 
     def larger(self, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-        """The larger of two floats; y, which is a number, where x is none."""
+        """Return the larger of two floats; y, which is never NaN, where x is NaN."""
         return b.select(b.fcmp_ordered(">", x, y), x, y)
 
     def at_least(self, b: ir.IRBuilder, x: ir.Value, bound: ir.Value) -> ir.Value:
-        """x, or the bound where x is less; not-a-number stays."""
+        """Return x, or the bound where x is less; NaN propagates."""
         return b.select(b.fcmp_ordered(">", bound, x), bound, x)
 
     def look_up(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
-        """Replace each byte, in 0..15, by that entry of the table."""
+        """Replace each byte, in 0..15, by its entry of the table."""
         found = splat(self.bytes, 0)
         for code, value in enumerate(table):
             found = b.select(b.icmp_unsigned("==", codes, splat(self.bytes, code)), splat(self.bytes, value), found)
         return found
 
     def look_up_more(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
-        """The same with a table of more entries, a multiple of 32."""
+        """Replace each byte by its entry of a larger table, a multiple of 32 entries."""
         within, part = b.and_(codes, splat(self.bytes, 15)), b.lshr(codes, splat(self.bytes, 4))
         found = self.look_up(b, table[:16], within)
         for i in range(1, len(table) // 16):

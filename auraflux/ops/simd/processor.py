@@ -1,4 +1,4 @@
-"""The processor that Numba compiles for: its kind, LLVM's name of it, its features."""
+"""The processor that Numba compiles for: architecture, LLVM's CPU name, features."""
 
 import platform
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import llvmlite.binding as llvm
 from numba.core import config as _config
 
-# its names are made when it is imported, out of sight of type checkers
+# Numba sets its attributes at import, invisible to type checkers
 config: Any = _config
 
 
 def cpu_features() -> set[str]:
-    """What Numba compiles for: its own settings, or what LLVM sees; ARM's products of bytes are found by trying."""
+    """Return the features that Numba compiles for: its setting, or LLVM's detection; ARM's byte dot products are probed."""
     given = config.CPU_FEATURES
     found = {name for name, there in llvm.get_host_cpu_features().items() if there}
     if given is not None:
@@ -22,7 +22,7 @@ def cpu_features() -> set[str]:
 
 
 def cpu_name() -> str:
-    """LLVM's name of the processor that Numba compiles for."""
+    """Return LLVM's name of the processor that Numba compiles for."""
     return config.CPU_NAME or llvm.get_host_cpu_name()
 
 
@@ -30,15 +30,15 @@ def machine() -> str:
     return {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 
 
-# an instruction that LLVM makes of a plain sum of byte products where it knows of a feature, and what it makes it of
+# by feature: the instruction LLVM selects for a sum of byte products, and the extension of the first operand that leads to it
 BYTE_PRODUCTS = {"dotprod": ("sdot", "sext"), "i8mm": ("usdot", "zext")}
 
 
 def _byte_products(features: str | None) -> set[str]:
-    """Which products of bytes LLVM knows of for this processor.
+    """Return the byte dot-product features that LLVM supports for this processor.
 
-    On ARM its list of features leaves them out, and asking for an instruction that LLVM does not know of ends the process. So
-    sums that may become the instruction, or may not, are compiled and the result read.
+    On ARM, LLVM's feature list omits them, and emitting an unsupported instruction aborts the process. So generic sums of
+    products are compiled, and the assembly shows whether LLVM selects the instruction.
     """
     source = """
 define i32 @dot(<16 x i8> %a, <16 x i8> %b) {
@@ -50,7 +50,7 @@ define i32 @dot(<16 x i8> %a, <16 x i8> %b) {
 }
 declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
 """
-    # kernels for ARM have lines of assembly, which the last reads
+    # the assembly parser is for the inline assembly of ARM kernels
     for initialize in (llvm.initialize_native_target, llvm.initialize_native_asmprinter, llvm.initialize_native_asmparser):
         initialize()
     features = llvm.get_host_cpu_features().flatten() if features is None else features

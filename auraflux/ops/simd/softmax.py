@@ -1,4 +1,4 @@
-"""The running softmax of attention in float32: capped scores, and the merge of partial sums."""
+"""Online softmax of attention in float32: soft-capped scores, and the merge of split-K partial results."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ T3, T4 = np.float32(1.33314422036e-1), np.float32(-3.33332819422e-1)
 
 @jit
 def softcapped(score, cap):
-    """cap * tanh(score / cap): a polynomial near 0, where the exponential form cancels."""
+    """Return cap * tanh(score / cap), by a polynomial near 0 where the exponential form cancels."""
     x = score / cap
     square = x * x
     near = x + x * square * ((((T0 * square + T1) * square + T2) * square + T3) * square + T4)
@@ -38,9 +38,11 @@ def divide(address, count, value):
 
 @jit
 def join_row(o, o_step, m, l, step, blocks, width, sink, out_at):  # noqa: E741
-    """Join a row's partial sums, and a sink (-inf for none); blocks are `o_step` and `step` bytes apart.
+    """Merge a row's partial results and an attention sink; return the largest score, the sum of weights and whether any exist.
 
-    Gives the largest score, the sum of weights, and whether there was anything.
+    o, o_step     partial outputs and the bytes between them
+    m, l, step    partial maxima and sums, and the bytes between them
+    sink          its score; -inf for none
     """
     out = floats(out_at, width)
     fill(out_at, width, ZERO)
@@ -49,7 +51,7 @@ def join_row(o, o_step, m, l, step, blocks, width, sink, out_at):  # noqa: E741
         if floats(l + i * step, 1)[0] != ZERO:
             top = floats(m + i * step, 1)[0]
             live = True
-            # not-a-number stays: once in, no comparison takes it out again
+            # propagate NaN: no later comparison replaces it
             peak = top if top > peak or top != top else peak
     if not live:
         return NOTHING, ZERO, False
@@ -68,7 +70,7 @@ def join_row(o, o_step, m, l, step, blocks, width, sink, out_at):  # noqa: E741
 
 @jit
 def merge_row(o, o_step, m, l, step, blocks, width, sink, out_at):  # noqa: E741
-    """Join a row's partial sums, and a sink, into the weighted mean; zeros where there was nothing."""
+    """Merge a row's partial results and an attention sink into the normalized output; zeros without any score."""
     _, total, live = join_row(o, o_step, m, l, step, blocks, width, sink, out_at)
     if live:
         divide(out_at, width, total)

@@ -1,12 +1,13 @@
-"""The threads that run kernels, and how jobs reach them.
+"""The thread pool of CPU kernels: worker threads, and the job queue they share with the caller of a launch.
 
-A launch is a number of jobs, written down in one word: whoever raises it by one has the next job. The calling thread takes jobs
-like the others and waits only for those that somebody has begun, so a thread that gets no core holds nothing up. Which thread
-has a job makes no difference to its result. Threads look for work for a while and then sleep, so that they do not take a busy
-machine's cores from each other. Where more want to run than there are cores, one that is woken may take the core of who wakes
-it: for some time after that nobody is woken.
+A launch runs a kernel as a number of jobs. The queue is one 64-bit word, the ticket: a thread claims the next job by an atomic
+increment. The calling thread claims jobs like the workers and then waits only for jobs that have started, so a worker without
+a core delays nothing. A job's result does not depend on the thread that runs it.
 
-One launch has the threads at a time; the jobs of another that comes meanwhile stay on the thread it comes from.
+Idle workers spin for a while and then sleep on a condition variable, which leaves their cores to others. On an oversubscribed
+machine a woken worker may preempt the caller that woke it, so after a slow wake-up no worker is woken for some time.
+
+One launch uses the pool at a time; a concurrent launch runs all its jobs on its own thread.
 """
 
 import atexit
@@ -27,34 +28,38 @@ from numba.core import cgutils
 from numba.core import config as _config
 from numba.extending import intrinsic
 
-from auraflux.ops.simd.compiler import KernelCompiler, jit_with
-from auraflux.ops.simd.folder import our_cache
+from auraflux.ops.simd.compile.cache_folder import our_cache
+from auraflux.ops.simd.compile.compiler import KernelCompiler, jit_with
 
-# its names are made when it is imported, out of sight of type checkers
+# Numba sets its attributes at import, invisible to type checkers
 config: Any = _config
-LINE = 64  # bytes of a cache line
+LINE = 64  # bytes in a cache line
 WORD = ir.IntType(64)
 
-# a few microseconds beyond what lies between two launches of a step; some 70 us on a Neoverse-N1
-LOOKS = 3000
-REST = 8  # times as long as waking took, nobody is woken
+# a few microseconds more than the gap between two launches of a step; about 70 us on a Neoverse-N1
+SPINS = 3000
+WAKE_BACKOFF = 8  # no wake-ups for this many times the duration of the last one
 
-# where what the threads share lies, in bytes; each on a line of its own, if it is written often
-TICKET = 0  # launches, jobs of this one, the next of them: 32, 16 and 16 bits
-DONE = 1 * LINE  # jobs that are finished
+# byte offsets in the shared memory; words that are written often have their own cache line
+TICKET = 0  # launch number, jobs in the launch, next job: 32, 16 and 16 bits
+DONE = 1 * LINE  # finished jobs
 CODE, ARGS = 2 * LINE, 2 * LINE + 8
-TAKEN = 3 * LINE  # whether a launch has the threads
-SLEEPERS, AWAITED, STOPPED = 4 * LINE, 4 * LINE + 8, 4 * LINE + 16
-LOCK, UNLOCK, SLEEP, WAKE, CLOCK = (5 * LINE + 8 * n for n in range(5))  # the system's functions
-RESTED = 5 * LINE + 40  # when sleepers may be woken again
-NOW = 5 * LINE + 48  # two words that the clock writes
-MUTEX, WORK, END = 6 * LINE, 8 * LINE, 10 * LINE  # what they need: a lock, sleepers that wait for work and for a launch's end
+BUSY = 3 * LINE  # 1 while a launch uses the pool
+SLEEPERS, CALLER_SLEEPS, STOPPED = 4 * LINE, 4 * LINE + 8, 4 * LINE + 16
+LOCK, UNLOCK, SLEEP, WAKE, CLOCK = (5 * LINE + 8 * n for n in range(5))  # addresses of libc functions
+WAKE_AFTER = 5 * LINE + 40  # time in ns before which no worker is woken
+TIMESPEC = 5 * LINE + 48  # the timespec that clock_gettime fills
+MUTEX, WORK_COND, DONE_COND = (
+    6 * LINE,
+    8 * LINE,
+    10 * LINE,
+)  # of pthreads; the conditions: work available, launch done
 SHARED_NBYTES = 12 * LINE
 MONOTONIC = time.CLOCK_MONOTONIC
-MOST_JOBS = (1 << 16) - 1
+MAX_JOBS = (1 << 16) - 1
 
 
-part = jit_with("contract")
+inlined = jit_with("contract")
 
 
 def _pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
@@ -62,8 +67,8 @@ def _pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 @intrinsic
-def _read(typingctx, address):
-    """Read a word that others write."""
+def _load(typingctx, address):
+    """Load a shared word atomically."""
 
     def codegen(context, builder, signature, values):
         return builder.load_atomic(_pointer(builder, values[0]), "seq_cst", 8)
@@ -72,8 +77,8 @@ def _read(typingctx, address):
 
 
 @intrinsic
-def _write(typingctx, address, value):
-    """Write a word that others read."""
+def _store(typingctx, address, value):
+    """Store a shared word atomically."""
 
     def codegen(context, builder, signature, values):
         builder.store_atomic(values[1], _pointer(builder, values[0]), "seq_cst", 8)
@@ -83,8 +88,8 @@ def _write(typingctx, address, value):
 
 
 @intrinsic
-def _add(typingctx, address, value):
-    """Add to a word; gives what it was."""
+def _fetch_add(typingctx, address, value):
+    """Add to a shared word atomically and return its previous value."""
 
     def codegen(context, builder, signature, values):
         return builder.atomic_rmw("add", _pointer(builder, values[0]), values[1], "seq_cst")
@@ -93,8 +98,8 @@ def _add(typingctx, address, value):
 
 
 @intrinsic
-def _replace(typingctx, address, before, after):
-    """Write a word if it still is what it was; gives whether it was."""
+def _compare_exchange(typingctx, address, before, after):
+    """Replace a shared word if it equals `before`, atomically; return whether it did."""
 
     def codegen(context, builder, signature, values):
         found = builder.cmpxchg(_pointer(builder, values[0]), values[1], values[2], "seq_cst", "seq_cst")
@@ -105,7 +110,7 @@ def _replace(typingctx, address, before, after):
 
 @intrinsic
 def _pause(typingctx):
-    """Let a moment pass."""
+    """Execute the processor's spin-wait hint."""
     on_arm = platform.machine() in ("aarch64", "arm64")
     name, given = ("llvm.aarch64.isb", [ir.Constant(ir.IntType(32), 15)]) if on_arm else ("llvm.x86.sse2.pause", [])
 
@@ -118,8 +123,8 @@ def _pause(typingctx):
 
 
 @intrinsic
-def _system(typingctx, function, first, second):
-    """Call one of the system's functions on two addresses; those that take one do not look at the other."""
+def _call_libc(typingctx, function, first, second):
+    """Call a libc function with two words; functions of one argument ignore the second."""
 
     def codegen(context, builder, signature, values):
         kind = ir.FunctionType(ir.IntType(32), [WORD, WORD])
@@ -131,7 +136,7 @@ def _system(typingctx, function, first, second):
 
 @intrinsic
 def run_job(typingctx, code, args, job, jobs):
-    """Call the machine code at an address."""
+    """Run one job: call the kernel's machine code at an address."""
 
     def codegen(context, builder, signature, values):
         kind = ir.FunctionType(ir.VoidType(), [WORD, WORD, WORD])
@@ -141,140 +146,145 @@ def run_job(typingctx, code, args, job, jobs):
     return types.void(*[types.int64] * 4), codegen
 
 
-@part
-def _left(ticket):
-    return (ticket & MOST_JOBS) < (ticket >> 16 & MOST_JOBS)
+@inlined
+def _has_jobs(ticket):
+    return (ticket & MAX_JOBS) < (ticket >> 16 & MAX_JOBS)
 
 
-@part
+@inlined
 def _take_jobs(shared):
-    """Run jobs of the launch for as long as there are any; gives whether the last one to finish was among them."""
+    """Claim and run jobs until none are left; return whether this thread finished the last job of the launch."""
     last = False
-    ticket = _read(shared + TICKET)
-    while _left(ticket):
-        if _replace(shared + TICKET, ticket, ticket + 1):
-            # nothing of a launch changes before all its jobs are finished
-            jobs = ticket >> 16 & MOST_JOBS
-            run_job(_read(shared + CODE), _read(shared + ARGS), ticket & MOST_JOBS, jobs)
-            last = _add(shared + DONE, 1) + 1 == jobs
-        ticket = _read(shared + TICKET)
+    ticket = _load(shared + TICKET)
+    while _has_jobs(ticket):
+        if _compare_exchange(shared + TICKET, ticket, ticket + 1):
+            # code and arguments stay valid until all jobs are finished
+            jobs = ticket >> 16 & MAX_JOBS
+            run_job(_load(shared + CODE), _load(shared + ARGS), ticket & MAX_JOBS, jobs)
+            last = _fetch_add(shared + DONE, 1) + 1 == jobs
+        ticket = _load(shared + TICKET)
     return last
 
 
-@part
+@inlined
 def _wake(shared, sleepers):
-    # whoever has seen nothing to do sleeps when the lock is free; woken while it is taken, it would only wait for that
-    _system(_read(shared + LOCK), shared + MUTEX, 0)
-    _system(_read(shared + UNLOCK), shared + MUTEX, 0)
-    _system(_read(shared + WAKE), shared + sleepers, 0)
+    # a thread that saw no work holds the lock until it sleeps, so the broadcast cannot be missed; it is sent after unlocking
+    # because a woken thread would only block on the lock
+    _call_libc(_load(shared + LOCK), shared + MUTEX, 0)
+    _call_libc(_load(shared + UNLOCK), shared + MUTEX, 0)
+    _call_libc(_load(shared + WAKE), shared + sleepers, 0)
 
 
-@part
+@inlined
 def _now(shared):
-    """Nanoseconds on a clock that only goes forward."""
-    _system(_read(shared + CLOCK), MONOTONIC, shared + NOW)
-    return _read(shared + NOW) * 1_000_000_000 + _read(shared + NOW + 8)
+    """Return the monotonic clock in nanoseconds."""
+    _call_libc(_load(shared + CLOCK), MONOTONIC, shared + TIMESPEC)
+    return _load(shared + TIMESPEC) * 1_000_000_000 + _load(shared + TIMESPEC + 8)
 
 
-@part
-def _call_sleepers(shared):
-    """Wake threads for a launch, unless they were woken just now."""
+@inlined
+def _wake_workers(shared):
+    """Wake sleeping workers for a launch, unless the back-off of the last wake-up still runs."""
     before = _now(shared)
-    if before >= _read(shared + RESTED):
-        _wake(shared, WORK)
+    if before >= _load(shared + WAKE_AFTER):
+        _wake(shared, WORK_COND)
         after = _now(shared)
-        _write(shared + RESTED, after + REST * (after - before))
+        _store(shared + WAKE_AFTER, after + WAKE_BACKOFF * (after - before))
 
 
-def _serve(shared):
-    """Take jobs, until there are to be none."""
-    looks = 0
-    while _read(shared + STOPPED) == 0:
-        if _left(_read(shared + TICKET)):
-            if _take_jobs(shared) and _read(shared + AWAITED) != 0:
-                _wake(shared, END)
-            looks = 0
-        elif looks < LOOKS:
-            looks += 1
+def _worker(shared):
+    """Run jobs until the pool is stopped: the main loop of a worker thread."""
+    spins = 0
+    while _load(shared + STOPPED) == 0:
+        if _has_jobs(_load(shared + TICKET)):
+            if _take_jobs(shared) and _load(shared + CALLER_SLEEPS) != 0:
+                _wake(shared, DONE_COND)
+            spins = 0
+        elif spins < SPINS:
+            spins += 1
             _pause()
         else:
-            _system(_read(shared + LOCK), shared + MUTEX, 0)
-            _add(shared + SLEEPERS, 1)
-            # who launches looks for sleepers after writing down the jobs
-            if not _left(_read(shared + TICKET)) and _read(shared + STOPPED) == 0:
-                _system(_read(shared + SLEEP), shared + WORK, shared + MUTEX)
-            _add(shared + SLEEPERS, -1)
-            _system(_read(shared + UNLOCK), shared + MUTEX, 0)
-            looks = 0
+            _call_libc(_load(shared + LOCK), shared + MUTEX, 0)
+            _fetch_add(shared + SLEEPERS, 1)
+            # a launch checks for sleepers after it stores the ticket
+            if not _has_jobs(_load(shared + TICKET)) and _load(shared + STOPPED) == 0:
+                _call_libc(_load(shared + SLEEP), shared + WORK_COND, shared + MUTEX)
+            _fetch_add(shared + SLEEPERS, -1)
+            _call_libc(_load(shared + UNLOCK), shared + MUTEX, 0)
+            spins = 0
     return 0
 
 
-@part
-def _await(shared, jobs):
-    """Wait until all jobs are finished."""
-    for _ in range(LOOKS):
-        if _read(shared + DONE) == jobs:
+@inlined
+def _wait_for_jobs(shared, jobs):
+    """Wait until all jobs of the launch are finished."""
+    for _ in range(SPINS):
+        if _load(shared + DONE) == jobs:
             return
         _pause()
-    _system(_read(shared + LOCK), shared + MUTEX, 0)
-    _write(shared + AWAITED, 1)
-    while _read(shared + DONE) != jobs:
-        _system(_read(shared + SLEEP), shared + END, shared + MUTEX)
-    _write(shared + AWAITED, 0)
-    _system(_read(shared + UNLOCK), shared + MUTEX, 0)
+    _call_libc(_load(shared + LOCK), shared + MUTEX, 0)
+    _store(shared + CALLER_SLEEPS, 1)
+    while _load(shared + DONE) != jobs:
+        _call_libc(_load(shared + SLEEP), shared + DONE_COND, shared + MUTEX)
+    _store(shared + CALLER_SLEEPS, 0)
+    _call_libc(_load(shared + UNLOCK), shared + MUTEX, 0)
 
 
-@part
+@inlined
 def launch_jobs(shared, code, args, jobs):
-    """Run all jobs of a kernel, and come back when they are finished."""
-    if jobs == 1 or jobs > MOST_JOBS or not _replace(shared + TAKEN, 0, 1):
+    """Run all jobs of a kernel on the pool and return when they are finished."""
+    if jobs == 1 or jobs > MAX_JOBS or not _compare_exchange(shared + BUSY, 0, 1):
         for job in range(jobs):
             run_job(code, args, job, jobs)
         return
-    _write(shared + CODE, code)
-    _write(shared + ARGS, args)
-    _write(shared + DONE, 0)
-    _write(shared + TICKET, ((_read(shared + TICKET) >> 32) + 1) << 32 | jobs << 16)
-    if _read(shared + SLEEPERS) != 0:
-        _call_sleepers(shared)
+    _store(shared + CODE, code)
+    _store(shared + ARGS, args)
+    _store(shared + DONE, 0)
+    _store(shared + TICKET, ((_load(shared + TICKET) >> 32) + 1) << 32 | jobs << 16)
+    if _load(shared + SLEEPERS) != 0:
+        _wake_workers(shared)
     _take_jobs(shared)
-    _await(shared, jobs)
-    _write(shared + TAKEN, 0)
+    _wait_for_jobs(shared, jobs)
+    _store(shared + BUSY, 0)
 
 
 with our_cache():
 
     @numba.njit(nogil=True, cache=True, pipeline_class=KernelCompiler)
     def launch(shared, code, args, jobs):
-        """Run all jobs of a kernel, or with no jobs stop the threads."""
+        """Run all jobs of a kernel; zero jobs stop the worker threads."""
         if jobs:
             launch_jobs(shared, code, args, jobs)
         else:
-            _write(shared + STOPPED, 1)
-            _wake(shared, WORK)
+            _store(shared + STOPPED, 1)
+            _wake(shared, WORK_COND)
 
 
-class _Crew:
-    """The threads, begun when they are first needed, and the memory they share with those that launch."""
+class _ThreadPool:
+    """Worker threads, started at the first launch, and the memory they share with callers.
+
+    count           of threads including the caller; 0 before the workers start
+    count_only_for  id of a thread that reads the count without starting the workers
+    """
 
     def __init__(self) -> None:
         self._memory = ctypes.create_string_buffer(SHARED_NBYTES + LINE)
         start = ctypes.addressof(self._memory)
         self.shared = start + -start % LINE
-        self.count = 0  # of threads, the calling one too; 0 before they are begun
-        self.asked_by: int | None = None  # a thread that only wants to know how many there will be
+        self.count = 0
+        self.count_only_for: int | None = None
         self._threads: list[ctypes.c_void_p] = []
-        self._one = threading.Lock()
+        self._lock = threading.Lock()
 
     def compile(self) -> None:
-        """Compile what threads do, or fetch it from the cache."""
+        """Compile the worker loop, or load it from the JIT cache."""
         with our_cache():
-            # kept, because the machine code lives as long as this object
-            self._serve = numba.cfunc(types.int64(types.int64), cache=True, pipeline_class=KernelCompiler)(_serve)
+            # an attribute, because the machine code lives as long as this object
+            self._worker = numba.cfunc(types.int64(types.int64), cache=True, pipeline_class=KernelCompiler)(_worker)
 
-    def begin(self, count: int) -> int:
-        """Have so many threads, the calling one too, unless there are some; gives their number."""
-        with self._one:
+    def start(self, count: int) -> int:
+        """Start the workers unless they run, `count` threads including the caller; return the number of threads."""
+        with self._lock:
             if self.count:
                 return self.count
             self.compile()
@@ -290,21 +300,21 @@ class _Crew:
                 address = ctypes.cast(getattr(system, name), ctypes.c_void_p)
                 ctypes.memmove(self.shared + LOCK + 8 * n, ctypes.byref(address), 8)
             system.pthread_mutex_init(ctypes.c_void_p(self.shared + MUTEX), None)
-            for each in (WORK, END):
+            for each in (WORK_COND, DONE_COND):
                 system.pthread_cond_init(ctypes.c_void_p(self.shared + each), None)
             for _ in range(count - 1):
                 thread = ctypes.c_void_p()
-                # the system may refuse more threads; those there are share the work
-                begun = ctypes.c_void_p(self._serve.address), ctypes.c_void_p(self.shared)
-                if system.pthread_create(ctypes.byref(thread), None, *begun):
+                # the system may refuse more threads; the others share the work
+                entry = ctypes.c_void_p(self._worker.address), ctypes.c_void_p(self.shared)
+                if system.pthread_create(ctypes.byref(thread), None, *entry):
                     break
                 self._threads.append(thread)
             self.count = 1 + len(self._threads)
             return self.count
 
-    def end(self) -> None:
-        """Stop all threads, before their code goes."""
-        with self._one:
+    def stop(self) -> None:
+        """Stop and join all workers before their machine code is freed."""
+        with self._lock:
             if self._threads:
                 launch(self.shared, 0, 0, 0)
                 system = ctypes.CDLL(None)
@@ -312,54 +322,54 @@ class _Crew:
                     system.pthread_join(thread, None)
                 self._threads.clear()
 
-    def forget(self) -> None:
-        """Be as new, in a process that was forked: it has none of the threads."""
+    def reset_after_fork(self) -> None:
+        """Reset the pool in a forked process, which has none of the threads."""
         ctypes.memset(self.shared, 0, SHARED_NBYTES)
         self._threads.clear()
         self.count = 0
-        self._one = threading.Lock()
+        self._lock = threading.Lock()
 
 
-crew = _Crew()
-atexit.register(crew.end)
-os.register_at_fork(after_in_child=crew.forget)
+thread_pool = _ThreadPool()
+atexit.register(thread_pool.stop)
+os.register_at_fork(after_in_child=thread_pool.reset_after_fork)
 
 
 def threads() -> int:
-    """How many jobs keep every thread busy."""
-    if not crew.count and crew.asked_by == threading.get_ident():
+    """Return the number of threads, which is the number of jobs that occupies them all."""
+    if not thread_pool.count and thread_pool.count_only_for == threading.get_ident():
         return config.NUMBA_NUM_THREADS
-    return crew.count or crew.begin(config.NUMBA_NUM_THREADS)
+    return thread_pool.count or thread_pool.start(config.NUMBA_NUM_THREADS)
 
 
-def compile_launches() -> None:
-    """Compile the code that launches, for the cache."""
-    crew.compile()
+def compile_launch() -> None:
+    """Compile the worker loop and the launch function into the JIT cache."""
+    thread_pool.compile()
     launch.compile((types.int64,) * 4)
 
 
-def make_ready() -> None:
-    """Have the threads, and the code that launches, before they are needed."""
+def warm_up() -> None:
+    """Start the workers and compile the launch function before the first launch."""
     threads()
     launch.compile((types.int64,) * 4)
 
 
 def set_threads(count: int) -> None:
-    """Have kernels run as so many jobs from now on; there are no more threads for them than at first."""
+    """Set the number of jobs per kernel; the number of worker threads stays."""
     threads()
-    crew.count = count
+    thread_pool.count = count
 
 
 @contextmanager
-def shared_processors() -> Iterator[Callable[[int], None]]:
-    """Inside, kernels and torch leave as many processors to others as is said last, and have at least one."""
+def reserved_cores() -> Iterator[Callable[[int], None]]:
+    """Yield a function that reserves a number of cores for others: kernels and torch use the rest, at least one."""
     before = threads(), torch.get_num_threads()
 
-    def leave(busy: int) -> None:
+    def reserve(busy: int) -> None:
         set_threads(max(1, before[0] - busy))
         torch.set_num_threads(max(1, before[1] - busy))
 
     try:
-        yield leave
+        yield reserve
     finally:
-        leave(0)
+        reserve(0)

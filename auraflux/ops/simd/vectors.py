@@ -1,7 +1,7 @@
-"""Vector instructions in Numba, as LLVM IR.
+"""Vector code in Numba, emitted as LLVM IR.
 
-Numba's own loops do not reach the byte dot-product instructions, so the inner loops of the quantized kernels are written with
-llvmlite: generic LLVM operations on vectors, which are here, and what differs between processors, which is in `isa.ISA`.
+Loops compiled by Numba do not reach the byte dot-product instructions, so the inner loops of quantized kernels emit IR with
+llvmlite: generic vector operations are here, operations that differ between processors in `isa.ISA`.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, offset: ir.Value 
 
 
 def spread(b: ir.IRBuilder, scalar: ir.Value, count: int) -> ir.Value:
-    """A vector with the scalar in every lane."""
+    """Broadcast a scalar to every lane of a vector."""
     kind = vector(scalar.type, count)
     one = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
     return b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(vector(I32, count), [0] * count))
@@ -67,24 +67,24 @@ def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
 
 
 def prefetch(b: ir.IRBuilder, addresses: list[ir.Value], nbytes: ir.Value | int) -> None:
-    """Ask for the lines of so many bytes from each address on; any address will do."""
-    for_reading, keep_near, data = (ir.Constant(I32, n) for n in (0, 3, 1))
+    """Prefetch the cache lines of `nbytes` bytes from each address on; invalid addresses are harmless."""
+    for_reading, high_locality, data = (ir.Constant(I32, n) for n in (0, 3, 1))
 
-    def ask(offset: ir.Value) -> None:
+    def prefetch_line(offset: ir.Value) -> None:
         for address in addresses:
             pointer = b.inttoptr(b.add(address, offset), I8.as_pointer())
-            call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, for_reading, keep_near, data)
+            call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, for_reading, high_locality, data)
 
     if isinstance(nbytes, int):
         for offset in range(0, nbytes, LINE):
-            ask(at(offset))
+            prefetch_line(at(offset))
         return
     with cgutils.for_range(b, b.sdiv(b.add(nbytes, at(LINE - 1)), at(LINE))) as loop:
-        ask(b.mul(loop.index, at(LINE)))
+        prefetch_line(b.mul(loop.index, at(LINE)))
 
 
 def sum_four(b: ir.IRBuilder, rows: list[ir.Value]) -> ir.Value:
-    """The sums across the lanes of four vectors, as one vector of four."""
+    """Sum across the lanes of four vectors, into one vector of four."""
     total = _add_neighbours(b, _add_neighbours(b, *rows[:2]), _add_neighbours(b, *rows[2:]))
     while total.type.count > 4:
         half = total.type.count // 2
@@ -93,24 +93,24 @@ def sum_four(b: ir.IRBuilder, rows: list[ir.Value]) -> ir.Value:
 
 
 def _add_neighbours(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    # within 128 bits, where shuffles are cheap on x86 and ARM has one instruction for the whole
+    # within 128 bits, where shuffles are cheap on x86 and ARM has a single instruction
     lanes = x.type.count
     even = [n for first in range(0, lanes, 4) for n in (first, first + 2, lanes + first, lanes + first + 2)]
     return b.fadd(pick(b, x, y, even), pick(b, x, y, [n + 1 for n in even]))
 
 
 def variable(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """A mutable value that LLVM keeps in a register; set again each time this point is passed."""
+    """Return a mutable variable that LLVM places in a register, initialised each time control passes this point."""
     slot = cgutils.alloca_once(b, value.type)
     b.store(value, slot)
     return slot
 
 
-class AsWritten:
-    """A builder whose sums and products are made as they are written, wherever they are inlined.
+class StrictBuilder:
+    """An IR builder whose arithmetic is neither reordered nor contracted, wherever it is inlined.
 
-    Numba marks all arithmetic without flags of its own as free to be reordered and contracted, also that of intrinsics. So it
-    gets one that changes no number but the sign of a zero.
+    Numba adds its fast-math flags to all arithmetic that has none, also inside intrinsics. So each instruction gets one flag
+    that affects only the sign of zero.
     """
 
     FLAGS = ("nsz",)
@@ -123,13 +123,13 @@ class AsWritten:
         return partial(found, flags=self.FLAGS) if name in ("fadd", "fsub", "fmul", "fdiv") else found
 
 
-def kernel(constants: int, apart: bool = False) -> Callable[[Callable[..., None]], Any]:
+def kernel(constants: int, outlined: bool = False) -> Callable[[Callable[..., None]], Any]:
     """Make `build(b, *constants, *values)` callable from jitted code.
 
-    Called with one tuple. Its first `constants` entries must be compile-time integers or strings (globals or closure variables)
-    and reach `build` as Python values; the rest, tuples among them opened, arrive as IR values.
+    The result is called with one tuple. Its first `constants` entries must be compile-time integers or strings (globals or
+    closure variables) and reach `build` as Python values; the rest arrive as IR values, nested tuples flattened.
 
-    apart  it stays a function of its own, so that LLVM has less to look through at once: for loops that repay a call
+    outlined  emit a function that is not inlined, which shortens compilation: for loops long enough to repay a call
     """
 
     def wrap(build: Callable[..., None]) -> Any:
@@ -140,16 +140,16 @@ def kernel(constants: int, apart: bool = False) -> Callable[[Callable[..., None]
             def codegen(context, b, signature, values):
                 entries = list(zip(args.types, cgutils.unpack_tuple(b, values[0]), strict=True))[constants:]
                 opened = [v for kind, value in entries for v in (cgutils.unpack_tuple(b, value) if is_tuple(kind) else [value])]
-                if apart:
+                if outlined:
                     b.call(_function(b.module, build, fixed, [each.type for each in opened]), opened)
                 else:
-                    build(AsWritten(b), *fixed, *opened)
+                    build(StrictBuilder(b), *fixed, *opened)
                 return context.get_dummy_value()
 
             return types.void(args), codegen
 
         made: Any = emit
-        # for those who compile it without Numba
+        # for tests and tools that compile without Numba
         made.build = build
         return made
 
@@ -157,21 +157,21 @@ def kernel(constants: int, apart: bool = False) -> Callable[[Callable[..., None]
 
 
 def _function(module: ir.Module, build: Callable[..., None], fixed: list[Any], kinds: list[ir.Type]) -> ir.Function:
-    """The function of a module that does what is built with some constants."""
+    """Return the module's function that `build` emits for these constants; emit it at the first use."""
     name = f"{build.__module__}.{build.__qualname__} {fixed}"
     if name not in module.globals:
         function = ir.Function(module, ir.FunctionType(ir.VoidType(), kinds), name)
         function.linkage = "internal"
         function.attributes.add("noinline")
         b = ir.IRBuilder(function.append_basic_block())
-        build(AsWritten(b), *fixed, *function.args)
+        build(StrictBuilder(b), *fixed, *function.args)
         b.ret_void()
     return module.globals[name]
 
 
 @kernel(constants=0)
 def copy(b: ir.IRBuilder, source: ir.Value, nbytes: ir.Value, target: ir.Value) -> None:
-    """Copy bytes to where they do not overlap."""
+    """Copy bytes between buffers that do not overlap."""
     here, there = (b.inttoptr(address, I8.as_pointer()) for address in (source, target))
     call(b, "llvm.memcpy.p0.p0.i64", ir.VoidType(), there, here, nbytes, ir.Constant(ir.IntType(1), 0))
 

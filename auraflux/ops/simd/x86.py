@@ -1,4 +1,4 @@
-"""The instruction sets of x86: AVX-512 VNNI, AVX2, and AVX2 with VNNI."""
+"""x86 instruction sets: AVX-512 VNNI, AVX2, and AVX2 with VNNI."""
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -24,7 +24,7 @@ class Avx2(Isa):
     def dot(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
         halves = vector(I16, 16)
         if bits == 8:
-            # pairs of products would pass 16 bits: take code - 128, give its sign to the activation
+            # sums of two products would overflow 16 bits: use |code - 128| and move its sign to the activation
             codes = b.xor(codes, splat(self.bytes, -128))
             acts = call(b, "llvm.x86.avx2.psign.b", self.bytes, acts, codes)
             codes = call(b, "llvm.abs.v32i8", self.bytes, codes, ir.Constant(ir.IntType(1), 0))

@@ -1,4 +1,4 @@
-"""Inputs for hyper-connections: one token and many, odd numbers of streams and widths, weights far out."""
+"""Inputs for hyper-connections: one token and many, odd numbers of streams and widths, extreme weights."""
 
 import torch
 

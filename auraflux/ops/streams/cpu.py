@@ -46,7 +46,7 @@ def _balance_rows(mix, n, eps):
 
 @jit
 def _sum(x_at, weights, n, hidden, out_at):
-    """The weighted sum of n streams, in their order."""
+    """Sum n weighted streams, in their order."""
     out = floats(out_at, hidden)
     out[:] = np.float32(0)
     for j in range(n):

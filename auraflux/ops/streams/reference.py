@@ -1,10 +1,10 @@
-"""Hyper-connections: a residual stream of several vectors for each token, read and written by weights that it sets itself.
+"""Hyper-connections: a residual stream of several vectors per token, with weights computed from the streams themselves.
 
-A part of a layer reads a weighted sum of the streams. What it gives is added to all of them, each by its own weight, after the
-streams were mixed by a matrix whose rows and columns sum to one: repeated mixing then makes nothing grow. All weights are made
-of products of the streams with a learned matrix, `mixes`.
+The input of a sublayer is a weighted sum of the streams. Its output is added to all of them, each with its own weight, after
+the streams were mixed by a doubly stochastic matrix, so that repeated mixing does not grow. All weights come from `mixes`,
+products of the streams with a learned matrix.
 
-Qwen4 normalises each stream, reads the mean of what a gate for every channel leaves of them, and mixes nothing.
+Qwen4 normalises each stream, takes the mean of the streams gated by channel, and does not mix.
 """
 
 import torch
@@ -14,7 +14,7 @@ from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_floating, check_shape, op
 from auraflux.ops.norm.reference import check_eps
 
-MOST_ROUNDS = 1000  # of making sums of rows and columns one
+MOST_ROUNDS = 1000  # of Sinkhorn normalisation
 
 
 def _check_mixes(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, width: int, scales: int) -> None:
@@ -38,13 +38,13 @@ def _check_collapse(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, eps: 
 def collapse_streams(
     x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, eps: float, rounds: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum the streams of each token by weights of its own, and make the weights by which a result will be written to them.
+    """Sum the streams of each token with its own weights, and return the weights for writing and mixing.
 
     x        [T, N, H]
     mixes    [T, N + N + N * N]  float32: for reading, for writing, and for mixing, from which stream to which
     base     [N + N + N * N]     float32, added to the mixes times scale [3], one for each of the three
     eps      added to weights and to the sums they are divided by
-    rounds   how often columns are made to sum to one; between two times, rows are
+    rounds   of Sinkhorn normalisation: columns, then rows, are scaled to sum to one, ending with columns
     returns  the sum [T, H] in x's dtype, and float32 weights for writing [T, N] and for mixing [T, N, N]
     """
     n = x.shape[1]
@@ -65,7 +65,7 @@ def _check_sum(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, eps: float
 
 @op(check=_check_sum)
 def sum_streams(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """Sum the streams of each token by weights of its own, where nothing is written to them any more.
+    """Sum the streams of each token with its own weights, after the last layer.
 
     x        [T, N, H]
     mixes    [T, N]  float32
@@ -94,7 +94,7 @@ def _check_expand(x: Tensor, found: Tensor, write: Tensor, mix: Tensor) -> None:
 
 @op(check=_check_expand)
 def expand_streams(x: Tensor, found: Tensor, write: Tensor, mix: Tensor) -> Tensor:
-    """Mix the streams of each token, and add what a part of the layer has found to all of them.
+    """Mix the streams of each token, and add a sublayer's output to all of them.
 
     x        [T, N, H]
     found    [T, H]
@@ -139,7 +139,7 @@ def _check_gate(x: Tensor, gates: Tensor) -> None:
 
 @op(check=_check_gate)
 def gate_streams(x: Tensor, gates: Tensor) -> Tensor:
-    """Give the mean of the streams, each channel of each times the sigmoid of its gate.
+    """Return the mean of the streams, each channel multiplied by the sigmoid of its gate.
 
     x        [T, N, H]
     gates    [T, N, H]
@@ -158,7 +158,7 @@ def _check_write(x: Tensor, found: Tensor, mixes: Tensor) -> None:
 
 @op(check=_check_write)
 def write_streams(x: Tensor, found: Tensor, mixes: Tensor) -> Tensor:
-    """Add what a part of the layer has found to all streams, to each by twice the sigmoid of an Nth of its mix.
+    """Add a sublayer's output to all streams, weighted by 2 * sigmoid(mix / N).
 
     x        [T, N, H]
     found    [T, H]

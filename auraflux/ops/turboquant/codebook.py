@@ -1,11 +1,11 @@
-"""The levels that rotated coordinates are rounded to: Lloyd-Max codebooks of the normal distribution.
+"""Quantization levels of rotated coordinates: Lloyd-Max codebooks of the normal distribution.
 
-A codebook has least distortion when every level is the mean of its cell and every cell ends midway between two levels. Both
+A codebook has minimal distortion when every level is the mean of its cell and every cell ends midway between two levels. Both
 conditions together are a system of equations in the positive levels (the rest is their mirror image), which Newton's method
-solves in a few steps from the levels that are best in the limit of many bits: quantiles of N(0, 3).
+solves in a few steps from the optimum in the limit of many bits: quantiles of N(0, 3).
 
-A coordinate of a rotated unit vector of width D is close to N(0, 1/D), so the levels are those of N(0, 1) over sqrt(D). Other
-levels may be given in their place (`Codebook`).
+A coordinate of a rotated unit vector of width D is close to N(0, 1/D), so the levels are those of N(0, 1) over sqrt(D). An
+explicit `Codebook` replaces them.
 """
 
 import math
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
-from auraflux.kinds import check_fields
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape
+from auraflux.validation import check_fields
 
 BITS = (2, 3, 4, 6, 8)
 
@@ -30,15 +30,15 @@ def check_bits(name: str, bits: int) -> None:
 
 
 def index_of_rank(bits: int) -> Tensor:
-    """Give the code that stands for each level, levels ascending. This alone decides which code means which level."""
+    """Return the code of each level, levels ascending: the only definition of that order."""
     return torch.arange(1 << bits)
 
 
 @dataclass(frozen=True, eq=False)
 class Codebook:
-    """Levels that are given in place of the usual ones; a code is the rank of its level.
+    """Explicit codebook in place of the default one; a code is the rank of its level.
 
-    levels  [2 ** bits]  float32, finite, each above the one before: of a rotated unit vector's coordinates, about 1 / sqrt(D)
+    levels  [2 ** bits]  float32, finite, ascending: of a rotated unit vector's coordinates, about 1 / sqrt(D)
     """
 
     levels: Tensor
@@ -50,15 +50,15 @@ class Codebook:
         check_shape("levels", self.levels, None)
         if len(self.levels) not in [1 << bits for bits in BITS]:
             counts = ", ".join(str(1 << bits) for bits in BITS)
-            raise InputError(f"a codebook of {len(self.levels)} levels was given; it may have {counts}.")
+            raise InputError(f"a codebook has {len(self.levels)} levels; {counts} are supported.")
         if self.levels.is_meta:
-            raise InputError("the levels of a codebook are a shape without memory; numbers are needed.")
+            raise InputError("the levels of a codebook are a meta tensor; values are needed.")
         if not bool(self.levels.isfinite().all()):
-            raise InputError("the levels of a codebook must be finite numbers; there are others among them.")
+            raise InputError("the levels of a codebook must be finite; some are not.")
         if not bool((self.levels.diff() > 0).all()):
             first = int((self.levels.diff() <= 0).nonzero()[0])
             low, high = self.levels[first : first + 2].tolist()
-            raise InputError(f"the levels of a codebook must ascend; level {first + 1} is {high:g}, the one before {low:g}.")
+            raise InputError(f"the levels of a codebook must ascend; level {first + 1} is {high:g}, the previous one {low:g}.")
 
     @property
     def bits(self) -> int:
@@ -66,53 +66,53 @@ class Codebook:
 
     @cached_property
     def middles(self) -> Tensor:
-        """The midpoints between neighbouring levels, float32 [2 ** bits - 1]."""
+        """Midpoints between neighbouring levels, float32 [2 ** bits - 1]."""
         wide = self.levels.double()
         return ((wide[1:] + wide[:-1]) / 2).float()
 
     @cached_property
     def largest(self) -> float:
-        """How far the levels reach from 0."""
+        """Largest magnitude of the levels."""
         return float(self.levels.abs().max())
 
-    def check(self, name: str, bits: int, beside: Tensor) -> None:
-        """Refuse levels for another number of bits, or on another device than what is beside them."""
-        check_dense(codes=beside, **{name: self.levels})
+    def check(self, name: str, bits: int, codes: Tensor) -> None:
+        """Refuse levels for another number of bits, or on another device than the codes."""
+        check_dense(codes=codes, **{name: self.levels})
         if self.bits != bits:
             raise InputError(f"'{name}' has {len(self.levels)} levels; codes of {bits} bits need {1 << bits}.")
 
     @cached_property
-    def _usual(self) -> dict[int, bool]:
+    def _is_default(self) -> dict[int, bool]:
         return {}
 
-    def is_usual(self, width: int) -> bool:
-        """Tell whether these are the levels that vectors of some width have anyway."""
-        if width not in self._usual:
-            self._usual[width] = torch.equal(self.levels.cpu(), codebook(self.bits, width))
-        return self._usual[width]
+    def is_default(self, width: int) -> bool:
+        """Return whether these are the default levels of a width."""
+        if width not in self._is_default:
+            self._is_default[width] = torch.equal(self.levels.cpu(), codebook(self.bits, width))
+        return self._is_default[width]
 
 
-def unusual(book: Codebook | None, width: int) -> Codebook | None:
-    """Give a codebook if it is another than the usual one."""
-    return None if book is None or book.is_usual(width) else book
+def explicit_codebook(book: Codebook | None, width: int) -> Codebook | None:
+    """Return a codebook, or None if it is the default one."""
+    return None if book is None or book.is_default(width) else book
 
 
-def codebook(bits: int, width: int, device: torch.device | str = "cpu", given: Codebook | None = None) -> Tensor:
-    """Give the level of every code, float32 [2 ** bits]. The tensor is kept and shared: do not write to it."""
-    if given is not None:
-        return given.levels.to(device)
+def codebook(bits: int, width: int, device: torch.device | str = "cpu", explicit: Codebook | None = None) -> Tensor:
+    """Return the level of every code, float32 [2 ** bits]. The tensor is cached and shared: do not write to it."""
+    if explicit is not None:
+        return explicit.levels.to(device)
     return _tables(bits, width, torch.device(device))[0]
 
 
 def boundaries(bits: int, width: int, device: torch.device | str = "cpu") -> Tensor:
-    """Give the midpoints between neighbouring levels, ascending, float32 [2 ** bits - 1]. Shared, as the codebook is."""
+    """Return the midpoints between neighbouring levels, ascending, float32 [2 ** bits - 1]. Cached and shared."""
     return _tables(bits, width, torch.device(device))[1]
 
 
-def nearest(y: Tensor, bits: int, given: Codebook | None = None) -> Tensor:
-    """Give the code of the level nearest to each coordinate, int64; midway between two, the lower level."""
-    if (given := unusual(given, y.shape[-1])) is not None:
-        return torch.bucketize(y, given.middles.to(y.device))
+def nearest(y: Tensor, bits: int, explicit: Codebook | None = None) -> Tensor:
+    """Return the code of the level nearest to each coordinate, int64; the lower one of a tie."""
+    if (explicit := explicit_codebook(explicit, y.shape[-1])) is not None:
+        return torch.bucketize(y, explicit.middles.to(y.device))
     _, middles, codes = _tables(bits, y.shape[-1], y.device)
     return codes[torch.bucketize(y, middles)]
 
@@ -127,7 +127,7 @@ def normal_levels(bits: int) -> np.ndarray:
     step = half
     while np.abs(step).max() > 1e-10:
         means, slope_below, slope_above = _cell_means(half)
-        # a level moves the ends of its own cell and one end of each neighbour's, by half its own move
+        # moving a level moves both ends of its cell, each shared with a neighbour, by half as much
         jacobian = np.diag(slope_below + slope_above) + np.diag(slope_below[1:], -1) + np.diag(slope_above[:-1], 1)
         step = np.linalg.solve(np.eye(len(half)) - jacobian / 2, means - half)
         half = half + step
@@ -143,7 +143,7 @@ def _cell_means(half: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     means = (density[:-1] - density[1:]) / mass
     below = density[:-1] * (means - ends[:-1]) / mass
     above = np.append(density[1:-1] * (ends[1:-1] - means[:-1]) / mass[:-1], 0.0)
-    # zero is an end of the innermost cell by symmetry, whatever the levels
+    # zero is an end of the innermost cell by symmetry
     below[0] = 0.0
     return means, below, above
 

@@ -1,7 +1,7 @@
-"""How codes lie in memory: rows of packed words, and pages of rows in a pool shared by many sequences.
+"""Memory layout of codes: rows of packed words, and pages of rows in a pool shared by many sequences.
 
 Coordinate d of a row takes bits [d * b, (d + 1) * b) of its little-endian stream of 32-bit words, so at 3 and 6 bits a code may
-begin in one word and end in the next. On a GPU the codes of values may lie in another order: see `arrangement.py`.
+begin in one word and end in the next. On a GPU the codes of values may have another order: see `arrangement.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
-from auraflux.kinds import check_fields
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape
 from auraflux.ops.attention.pages import DTYPES, rows_of, spans
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.calibration import Calibration
-from auraflux.ops.turboquant.codebook import Codebook, check_bits, unusual
-from auraflux.ops.turboquant.plain import PlainLatents, PlainPages
+from auraflux.ops.turboquant.codebook import Codebook, check_bits, explicit_codebook
+from auraflux.ops.turboquant.full_precision import FullPrecisionKV, FullPrecisionLatents
 from auraflux.ops.turboquant.rotation import check_rotation
+from auraflux.validation import check_fields
 
 
 def row_words(bits: int, width: int) -> int:
@@ -31,8 +31,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack codes [..., D] of any integer dtype into int32 words [..., row_words]."""
     width = codes.shape[-1]
     if 32 % bits == 0 and width * bits % 32 == 0:
-        apart = codes.long().unflatten(-1, (-1, 32 // bits))
-        return (apart << _shifts(bits, codes.device)).sum(-1).to(torch.int32)
+        grouped = codes.long().unflatten(-1, (-1, 32 // bits))
+        return (grouped << _shifts(bits, codes.device)).sum(-1).to(torch.int32)
     first, shift = _places(bits, width, codes.device)
     shifted = codes.long() << shift
     words = torch.zeros(*codes.shape[:-1], row_words(bits, width) + 1, dtype=torch.int64, device=codes.device)
@@ -63,7 +63,7 @@ def _places(bits: int, width: int, device: torch.device) -> tuple[Tensor, Tensor
 
 @dataclass(frozen=True, eq=False)
 class Codebooks:
-    """Levels of keys' and of values' codes; None for the usual ones."""
+    """Explicit codebooks of keys and values; None for the default one."""
 
     keys: Codebook | None = None
     values: Codebook | None = None
@@ -73,22 +73,22 @@ class Codebooks:
 
 
 class PagedCodes:
-    """What coded pages of every kind answer as uncompressed ones do."""
+    """Methods that quantized pages share with uncompressed ones."""
 
     def spans(self, starts: Tensor, tokens: int, reach: int | None) -> list[tuple[int, int, int, int, int]]:
-        """Split a step by sequences, as for uncompressed pages."""
+        """Split a step by sequences, see `attention/pages.py`."""
         pages: Any = self
         return spans(pages, starts, tokens, reach)
 
     def rows_of(self, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Page and slot of each position in [first, last) of a sequence."""
+        """Return page and slot of each position in [first, last) of a sequence."""
         pages: Any = self
         return rows_of(pages, sequence, first, last)
 
 
 @dataclass(frozen=True, eq=False)
 class CodePages(PagedCodes):
-    """The compressed keys and values of one layer, for a batch of sequences.
+    """Quantized keys and values of one layer, for a batch of sequences.
 
     key_codes, value_codes  [P, Hkv, page, words]  int32, rows of packed codes
     key_norms, value_norms  [P, Hkv, page]         float32
@@ -98,9 +98,9 @@ class CodePages(PagedCodes):
     width                   D, of a head
     seed                    of the rotation
     arrangement             the order of the values' codes within a page
-    calibration             what the codes of keys leave out; None for nothing
-    plain                   positions that are kept as they are as well; None for none
-    codebooks               what codes stand for; None for the usual levels
+    calibration             mean and scale removed from keys before quantization, or None
+    full_precision          sink tokens and recent window in full precision, or None
+    codebooks               explicit codebooks; None for the default ones
     """
 
     key_codes: Tensor
@@ -115,7 +115,7 @@ class CodePages(PagedCodes):
     seed: int
     arrangement: Arrangement = Arrangement.ROWS
     calibration: Calibration | None = None
-    plain: PlainPages | None = None
+    full_precision: FullPrecisionKV | None = None
     codebooks: Codebooks | None = None
 
     def __post_init__(self) -> None:
@@ -142,8 +142,8 @@ class CodePages(PagedCodes):
             raise InputError(reason)
         if self.calibration is not None:
             self.calibration.check(rows[1], self.width, self.capacity)
-        if self.plain is not None:
-            self.plain.check(rows[1], self.width, len(self.lengths))
+        if self.full_precision is not None:
+            self.full_precision.check(rows[1], self.width, len(self.lengths))
         if self.codebooks is not None:
             for name, bits in (("keys", self.key_bits), ("values", self.value_bits)):
                 if (book := getattr(self.codebooks, name)) is not None:
@@ -184,23 +184,23 @@ class CodePages(PagedCodes):
 
     @cached_property
     def key_book(self) -> Codebook | None:
-        """The levels of keys, if they are not the usual ones."""
-        return None if self.codebooks is None else unusual(self.codebooks.keys, self.width)
+        """Codebook of keys; None for the default one."""
+        return None if self.codebooks is None else explicit_codebook(self.codebooks.keys, self.width)
 
     @cached_property
     def value_book(self) -> Codebook | None:
-        """Those of values."""
-        return None if self.codebooks is None else unusual(self.codebooks.values, self.width)
+        """Codebook of values; None for the default one."""
+        return None if self.codebooks is None else explicit_codebook(self.codebooks.values, self.width)
 
     @cached_property
     def codes_only(self) -> "CodePages":
-        """The same pages as if their keys left nothing out and nothing was kept beside them."""
-        if self.calibration is None and self.plain is None:
+        """These pages without key calibration and full-precision rows."""
+        if self.calibration is None and self.full_precision is None:
             return self
-        return replace(self, calibration=None, plain=None)
+        return replace(self, calibration=None, full_precision=None)
 
     def arranged(self, arrangement: Arrangement) -> "CodePages":
-        """Give the same pages in another order: themselves where it is theirs, otherwise with new codes of values."""
+        """Return these pages in another arrangement: themselves if they have it, otherwise with repacked values."""
         if arrangement is self.arrangement:
             return self
         codes = self.arrangement.restored(unpack(self.value_codes, self.value_bits, self.width))
@@ -212,29 +212,29 @@ class CodePages(PagedCodes):
 
     @cached_property
     def pool(self) -> tuple[int, int]:
-        """How many pages there are, and how many tokens each holds."""
+        """Number of pages, and of tokens per page."""
         return self.key_codes.shape[0], self.key_codes.shape[2]
 
     @cached_property
     def capacity(self) -> int:
-        """Positions that a row of the table has room for."""
+        """Positions that a row of the table holds."""
         return self.table.shape[1] * self.key_codes.shape[2]
 
 
 class CodedRows(PagedCodes):
-    """Pages of one coded row for each position."""
+    """Pages of one quantized row for each position."""
 
     codes: Tensor
 
     @property
     def pool(self) -> tuple[int, int]:
-        """How many pages there are, and how many tokens each holds."""
+        """Number of pages, and of tokens per page."""
         return self.codes.shape[0], self.codes.shape[1]
 
 
 @dataclass(frozen=True, eq=False)
 class LatentCodes(CodedRows):
-    """The compressed latents of one layer, for a batch of sequences: one vector for all heads, and one rotated key as it is.
+    """Quantized latents of one layer, for a batch of sequences: one vector for all heads, and one unquantized RoPE key.
 
     codes    [P, page, words]  int32, rows of packed codes
     norms    [P, page]         float32
@@ -244,8 +244,8 @@ class LatentCodes(CodedRows):
     bits     from 2, 3, 4, 6, 8
     width    C, of a latent
     seed     of the rotation
-    plain    positions whose latents are kept as they are as well; None for none
-    levels   what codes stand for; None for the usual levels
+    full_precision  sink tokens and recent window in full precision, or None
+    levels   explicit codebook; None for the default one
     """
 
     codes: Tensor
@@ -256,7 +256,7 @@ class LatentCodes(CodedRows):
     bits: int
     width: int
     seed: int
-    plain: PlainLatents | None = None
+    full_precision: FullPrecisionLatents | None = None
     levels: Codebook | None = None
 
     def __post_init__(self) -> None:
@@ -277,20 +277,20 @@ class LatentCodes(CodedRows):
             raise InputError(
                 f"'rope' has shape {list(self.rope.shape)}; at least one row per page and one coordinate is needed."
             )
-        if self.plain is not None:
-            self.plain.check(self.width, len(self.lengths))
+        if self.full_precision is not None:
+            self.full_precision.check(self.width, len(self.lengths))
         if self.levels is not None:
             self.levels.check("levels", self.bits, self.codes)
 
     @cached_property
     def book(self) -> Codebook | None:
-        """The levels, if they are not the usual ones."""
-        return unusual(self.levels, self.width)
+        """Codebook; None for the default one."""
+        return explicit_codebook(self.levels, self.width)
 
 
 @dataclass(frozen=True, eq=False)
 class RowCodes(CodedRows):
-    """Pages of one coded row for each position.
+    """Pages of one quantized row for each position.
 
     codes    [P, page, words]  int32, rows of packed codes
     norms    [P, page]         float32
@@ -322,4 +322,4 @@ class RowCodes(CodedRows):
         check_shape("table", self.table, None, None)
         check_shape("lengths", self.lengths, self.table.shape[0])
         if self.codes.shape[1] < 1:
-            raise InputError(f"{self.codes.shape[0]} pages of 0 tokens were given; a page must hold at least one.")
+            raise InputError(f"{self.codes.shape[0]} pages hold 0 tokens; at least one is needed.")

@@ -1,6 +1,6 @@
 """Vectors stored as a norm and one code per rotated coordinate, and attention that runs on the codes.
 
-A rotation keeps inner products, so scores are taken between the rotated query and the levels the codes stand for, values are
+A rotation preserves inner products, so scores are computed between the rotated query and the levels of the codes, values are
 summed in the rotated space, and only the result is rotated back. The mathematics is in README.md.
 """
 
@@ -14,9 +14,8 @@ from auraflux.ops.attention.reference import check_window, merge_partials
 from auraflux.ops.rope.reference import check_norm_rope, norm_rope
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.codebook import Codebook, check_bits, codebook
+from auraflux.ops.turboquant.full_precision import FullPrecisionKV
 from auraflux.ops.turboquant.pages import CodePages, row_words, unpack
-from auraflux.ops.turboquant.plain import PlainPages
-from auraflux.ops.turboquant.reference_choice import append_key_codes, choose_coded_positions
 from auraflux.ops.turboquant.reference_codec import decode, encode, rotate
 from auraflux.ops.turboquant.reference_latent import (
     append_latent_codes,
@@ -24,7 +23,8 @@ from auraflux.ops.turboquant.reference_latent import (
     turboquant_latent_attention,
     turboquant_latent_partials,
 )
-from auraflux.ops.turboquant.reference_rows import Query, coded_rows, plain_rows
+from auraflux.ops.turboquant.reference_rows import Query, coded_rows, full_precision_rows
+from auraflux.ops.turboquant.reference_token_selection import append_key_codes, choose_coded_positions
 from auraflux.ops.turboquant.rotation import check_rotation
 
 __all__ = [
@@ -58,14 +58,14 @@ def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None
     """Encode the keys and values of new tokens and store them at the end of their sequences.
 
     k, v    [T, Hkv, D]
-    pages   updated in place, each row as a whole; its lengths count the new tokens already
+    pages   updated in place; their lengths include the new tokens
     starts  [B + 1]      int32
     """
     batch = pages.spans(starts, k.shape[0], reach=0)
-    coded, as_it_is = k, k
+    coded, uncentred = k, k
     if pages.calibration is not None and batch:
         positions = torch.cat([torch.arange(first, length, device=k.device) for _, _, _, first, length in batch])
-        coded, as_it_is = pages.calibration.reduced(k, positions), pages.calibration.scaled(k)
+        coded, uncentred = pages.calibration.reduced(k, positions), pages.calibration.scaled(k)
     key_codes, key_norms = encode.reference(coded, pages.key_bits, pages.seed, pages.key_book)
     value_codes, value_norms = encode.reference(v, pages.value_bits, pages.seed, pages.value_book)
     rows = pages.arranged(Arrangement.ROWS)
@@ -76,20 +76,25 @@ def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None
         rows.value_codes[page, :, slot], pages.value_norms[page, :, slot] = value_codes[mine], value_norms[mine]
     if rows is not pages:
         pages.value_codes.copy_(rows.arranged(pages.arrangement).value_codes)
-    if pages.plain is not None:
-        plain_k, plain_v = (rotate.reference(x.float(), pages.seed) for x in (as_it_is, v))
+    if pages.full_precision is not None:
+        rotated_k, rotated_v = (rotate.reference(x.float(), pages.seed) for x in (uncentred, v))
         for b, start, new, first, length in batch:
-            _keep(pages.plain, b, first, length, plain_k[start : start + new], plain_v[start : start + new])
+            _store_full_precision(
+                pages.full_precision, b, first, length, rotated_k[start : start + new], rotated_v[start : start + new]
+            )
 
 
-def _keep(plain: PlainPages, b: int, first: int, length: int, k: Tensor, v: Tensor) -> None:
-    """Keep the rotated rows of the positions [first, length) of a sequence, those that will be read."""
-    for kept, begin, end in ((plain.head, first, min(length, plain.first)), (plain.recent, first, length)):
-        if kept is None or begin >= end:
+def _store_full_precision(full_precision: FullPrecisionKV, b: int, first: int, length: int, k: Tensor, v: Tensor) -> None:
+    """Store the rotated rows of positions [first, length) of a sequence that full-precision pages hold."""
+    for region, begin, end in (
+        (full_precision.head, first, min(length, full_precision.sink_tokens)),
+        (full_precision.recent, first, length),
+    ):
+        if region is None or begin >= end:
             continue
-        page, slot = rows_of(kept, b, begin, end)
+        page, slot = rows_of(region, b, begin, end)
         mine = slice(begin - first, end - first)
-        kept.k[page, :, slot], kept.v[page, :, slot] = k[mine].to(kept.k.dtype), v[mine].to(kept.v.dtype)
+        region.k[page, :, slot], region.v[page, :, slot] = k[mine].to(region.k.dtype), v[mine].to(region.v.dtype)
 
 
 def _check_rope_append_codes(
@@ -131,7 +136,7 @@ def _check_turboquant_values(
     check_shape("weights", weights, None, norms.shape[1])
     _check_groups("weights", weights.shape[0], norms.shape[0])
     if not threshold >= 0:
-        raise InputError(f"'threshold' is {threshold}; a weight is needed, 0 to pass over none.")
+        raise InputError(f"'threshold' is {threshold}; a weight of at least 0 is needed.")
     if levels is not None:
         levels.check("levels", bits, codes)
 
@@ -144,12 +149,12 @@ def turboquant_values(
     weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: int, threshold: float = 0.0,
     levels: Codebook | None = None,
 ) -> Tensor:  # fmt: skip
-    """Sum the coded values of all tokens by their weights, passing over weights below `threshold`.
+    """Sum the quantized values of all tokens by their weights, skipping weights below `threshold`.
 
     weights [Hq, T]          Hq a multiple of Hkv
     codes   [Hkv, T, words]  int32
     norms   [Hkv, T]         float32
-    levels  of the codebook; None for the usual ones
+    levels  explicit codebook; None for the default one
     returns [Hq, D]          in the rotated space, in weights' dtype
     """
     rows = codebook(bits, width, codes.device, levels)[unpack(codes, bits, width)]
@@ -186,37 +191,37 @@ def turboquant_partials(
     softcap: float | None = None,
     threshold: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend to each block of positions on its own: merged and rotated back, the blocks are the attention over all.
+    """Attend to each block of positions separately: merged and rotated back, the blocks are the attention over all.
 
-    q, starts, scale, window, sinks, softcap  as for `turboquant_attention`
+    q, starts, scale, window, sinks, softcap  see `turboquant_attention`
     block      positions in a block; block n holds those from n * block on
-    threshold  values with a smaller share of their block's weights are passed over
-    returns    (o [T * Hq, N, D], m [T * Hq, N], l [T * Hq, N]), float32, as `merge_partials` takes them; o is still rotated
+    threshold  values with a smaller share of their block's weights are skipped
+    returns    (o [T * Hq, N, D], m [T * Hq, N], l [T * Hq, N]), float32, for `merge_partials`; o is still rotated
 
-    N covers all positions the table has room for; a block that saw nothing has o = 0, m = -inf, l = 0. Where some positions are
-    kept as they are there is one block more, of those that a query reads so. With sinks there is another, the last: o = 0,
-    m = sink, l = 1. When positions are split between calls, one of them gets the sinks.
+    N covers the capacity of the table; a block without visible positions has o = 0, m = -inf, l = 0. With full-precision rows
+    there is one more block, of the rows that a query reads from there. With sinks there is another, the last: o = 0, m = sink,
+    l = 1. When positions are split between calls, one of them gets the sinks.
     """
     pages = pages.arranged(Arrangement.ROWS)
     tokens, heads, width = q.shape
-    blocks = max(1, -(-pages.capacity // block)) + (pages.plain is not None)
+    blocks = max(1, -(-pages.capacity // block)) + (pages.full_precision is not None)
     out = torch.zeros(tokens, heads, blocks + (sinks is not None), width, device=q.device)
     highest = torch.full(out.shape[:3], -torch.inf, device=q.device)
     total = torch.zeros(out.shape[:3], device=q.device)
     query = Query(q.float(), pages, scale, softcap)
     reach = None if window is None else max(window - 1, 0)
     for b, start, new, oldest, length in pages.spans(starts, tokens, reach):
-        mine, asking = slice(start, start + new), torch.arange(length - new, length, device=q.device)[:, None]
+        mine, query_positions = slice(start, start + new), torch.arange(length - new, length, device=q.device)[:, None]
         parts = [(n, coded_rows(pages, b, *ends)) for n, ends in _split(oldest, length, block)]
-        if pages.plain is not None:
-            parts.append((blocks - 1, plain_rows(pages.plain, b, new, length)))
+        if pages.full_precision is not None:
+            parts.append((blocks - 1, full_precision_rows(pages.full_precision, b, new, length)))
         for n, rows in parts:
-            seen = rows.positions <= asking
+            seen = rows.positions <= query_positions
             if window is not None:
-                seen &= rows.positions > asking - window
-            if pages.plain is not None:
-                seen &= pages.plain.covers(asking, rows.positions) == rows.plain
-            found = query.attend(mine, rows, seen, 0.0 if rows.plain else threshold)
+                seen &= rows.positions > query_positions - window
+            if pages.full_precision is not None:
+                seen &= pages.full_precision.covers(query_positions, rows.positions) == rows.full_precision
+            found = query.attend(mine, rows, seen, 0.0 if rows.full_precision else threshold)
             out[mine, :, n], highest[mine, :, n], total[mine, :, n] = found
     if sinks is not None:
         highest[..., -1], total[..., -1] = sinks, 1.0
@@ -224,7 +229,7 @@ def turboquant_partials(
 
 
 def _split(oldest: int, length: int, block: int) -> list[tuple[int, tuple[int, int]]]:
-    """The blocks that positions [oldest, length) lie in, and the part of each."""
+    """Return the blocks of positions [oldest, length), and the range of positions in each."""
     return [(n, (max(n * block, oldest), min((n + 1) * block, length))) for n in range(oldest // block, -(-length // block))]
 
 
@@ -274,18 +279,18 @@ def turboquant_attention(
     softcap: float | None = None,
     threshold: float = 0.0,
 ) -> Tensor:
-    """Attend from each query to the coded keys at its position and before it.
+    """Attend from each query to the quantized keys at its position and before it.
 
     q          [T, Hq, D]  not rotated; Hq a multiple of Hkv
     starts     [B + 1]     int32
     window     a query at p sees only positions above p - window
     sinks      [Hq]        float32; the logit, not scaled, of one more key whose value is 0
     softcap    squash scores to softcap * tanh(score / softcap)
-    threshold  values whose share of the weights of all keys, sinks aside, is smaller are passed over
+    threshold  values with a smaller share of the weights of all keys, without sinks, are skipped
     returns    [T, Hq, D]  in q's dtype; zeros where nothing is visible
 
-    A kernel that goes over the keys once knows only that a share will not be larger than it is so far. It may read values that
-    are passed over here, never the other way round, so results agree up to `threshold` times the values' lengths.
+    A one-pass kernel only knows an upper bound of a share. It may read values that are skipped here, never the reverse, so
+    results agree up to `threshold` times the values' norms.
     """
     options = window, sinks, softcap, threshold
     partials = turboquant_partials.reference(q, pages, starts, scale, max(1, pages.capacity), *options)
@@ -295,4 +300,4 @@ def turboquant_attention(
 
 def _check_groups(name: str, query_heads: int, heads: int) -> None:
     if min(query_heads, heads) < 1 or query_heads % heads:
-        raise InputError(f"'{name}' has {query_heads} heads; a multiple of the {heads} coded ones is needed.")
+        raise InputError(f"'{name}' has {query_heads} heads; a multiple of the {heads} quantized ones is needed.")

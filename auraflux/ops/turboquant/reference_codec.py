@@ -21,7 +21,7 @@ def _check_rotate(x: Tensor, seed: int, inverse: bool = False) -> None:
 
 @op(origins=("fwht_shared",), check=_check_rotate)
 def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
-    """Rotate vectors as the seed says, or back.
+    """Rotate vectors by the rotation of a seed, or back.
 
     x       [..., D]  D from 8 to 1024
     returns [..., D]  in x's dtype
@@ -32,7 +32,7 @@ def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
     else:
         assert found.matrix is not None
         matrix = found.matrix if inverse else found.matrix.T
-        # sums in float64, rounded once: no order of summation changes the codes of the result
+        # sums in float64, rounded once: the result's codes do not depend on the order of summation
         rotated = (x.double() @ matrix.double()).float()
     return rotated.to(x.dtype)
 
@@ -46,10 +46,10 @@ def _check_encode(x: Tensor, bits: int, seed: int, levels: Codebook | None = Non
 
 @op(check=_check_encode)
 def encode(x: Tensor, bits: int, seed: int, levels: Codebook | None = None) -> tuple[Tensor, Tensor]:
-    """Round the rotated direction of each vector to codebook levels and keep the norm that restores its length.
+    """Quantize the rotated direction of each vector, and return the norm that restores its length.
 
     x       [..., D]
-    levels  of the codebook; None for the usual ones
+    levels  explicit codebook; None for the default one
     returns (codes int32 [..., ceil(D * bits / 32)], norms float32 [...]); a vector of zeros has norm 0
     """
     # float64 holds the squares of every float32, and its sums do not depend on their order once rounded
@@ -58,7 +58,7 @@ def encode(x: Tensor, bits: int, seed: int, levels: Codebook | None = None) -> t
     unit = torch.where(length == 0, 0.0, wide * (1 / length)).float()
     codes, length = nearest(rotate.reference(unit, seed), bits, levels), length.squeeze(-1)
     rounded = codebook(bits, x.shape[-1], x.device, levels)[codes].double().square().sum(-1).sqrt()
-    # all levels of a row may be 0 where they are given
+    # all levels of a row may be 0 with an explicit codebook
     return pack(codes, bits), torch.where(rounded == 0, length * 0, length / rounded).float()
 
 
@@ -75,11 +75,11 @@ def _check_decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int
 
 @op(check=_check_decode)
 def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int, levels: Codebook | None = None) -> Tensor:
-    """Give the vectors that codes and norms stand for.
+    """Dequantize codes and norms to vectors.
 
     codes   [..., words]  int32
     norms   [...]         float32
-    levels  of the codebook; None for the usual ones
+    levels  explicit codebook; None for the default one
     returns [..., D]      float32
     """
     rows = codebook(bits, width, codes.device, levels)[unpack(codes, bits, width)]

@@ -1,4 +1,4 @@
-"""Latents as codes: one vector for all heads that is key and value at once, and a rotated key kept as it is."""
+"""Quantized latents of MLA: one vector for all heads that is key and value at once, and an unquantized RoPE key."""
 
 from collections.abc import Iterator
 
@@ -12,8 +12,8 @@ from auraflux.ops.attention.softmax import mean, weigh
 from auraflux.ops.norm.reference import rms_norm
 from auraflux.ops.rope.reference import rope
 from auraflux.ops.turboquant.codebook import codebook
+from auraflux.ops.turboquant.full_precision import FullPrecisionLatents
 from auraflux.ops.turboquant.pages import LatentCodes, unpack
-from auraflux.ops.turboquant.plain import PlainLatents
 from auraflux.ops.turboquant.reference_codec import encode, rotate
 
 
@@ -28,11 +28,11 @@ def _check_append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCode
 
 @op(check=_check_append_latent_codes)
 def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Tensor) -> None:
-    """Encode the latents of new tokens and store them, and the rotated keys as they are, at the end of their sequences.
+    """Encode the latents of new tokens and store them with the RoPE keys at the end of their sequences.
 
     latent  [T, C]
     k_rope  [T, R]
-    pages   updated in place, each row as a whole, and what is kept as it is beside; its lengths count the new tokens already
+    pages   updated in place, with their full-precision rows; their lengths include the new tokens
     starts  [B + 1]  int32
     """
     batch = pages.spans(starts, latent.shape[0], reach=0)
@@ -42,18 +42,21 @@ def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, star
         mine = slice(start, start + new)
         pages.codes[page, slot], pages.norms[page, slot] = codes[mine], norms[mine]
         pages.rope[page, slot] = k_rope[mine].to(pages.rope.dtype)
-    if pages.plain is not None:
-        plain = rotate.reference(latent.float(), pages.seed)
+    if pages.full_precision is not None:
+        rotated = rotate.reference(latent.float(), pages.seed)
         for b, start, new, first, length in batch:
-            _keep(pages.plain, b, first, length, plain[start : start + new])
+            _store_full_precision(pages.full_precision, b, first, length, rotated[start : start + new])
 
 
-def _keep(plain: PlainLatents, b: int, first: int, length: int, latent: Tensor) -> None:
-    """Keep the rotated latents of the positions [first, length) of a sequence, those that will be read."""
-    for kept, begin, end in ((plain.head, first, min(length, plain.first)), (plain.recent, first, length)):
-        if kept is not None and begin < end:
-            page, slot = kept.rows_of(b, begin, end)
-            kept.rows[page, slot] = latent[begin - first : end - first].to(kept.rows.dtype)
+def _store_full_precision(full_precision: FullPrecisionLatents, b: int, first: int, length: int, latent: Tensor) -> None:
+    """Store the rotated latents of positions [first, length) of a sequence that full-precision pages hold."""
+    for region, begin, end in (
+        (full_precision.head, first, min(length, full_precision.sink_tokens)),
+        (full_precision.recent, first, length),
+    ):
+        if region is not None and begin < end:
+            page, slot = region.rows_of(b, begin, end)
+            region.rows[page, slot] = latent[begin - first : end - first].to(region.rows.dtype)
 
 
 def _check_rope_append_latent_codes(
@@ -70,7 +73,7 @@ def rope_append_latent_codes(
     q: Tensor, kv: Tensor, heads: int, nope: int, pages: LatentCodes, starts: Tensor, norm: Tensor, eps: float,
     inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `rope_append_latent`, into pages that keep latents as codes, see `append_latent_codes`."""
+    """Run `rope_append_latent` on pages of quantized latents, see `append_latent_codes`."""
     q_nope, q_rope, latent, k_rope = split_latent.reference(q, kv, heads, nope)
     rotation = inv_freq, positions, mscale, interleaved
     rotated = rope.reference(k_rope[:, None], *rotation)[:, 0].contiguous()
@@ -93,23 +96,27 @@ def _check_turboquant_latent_attention(
 def turboquant_latent_partials(
     q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend as `turboquant_latent_attention` does, and stop before the division and before rotating back.
+    """Run `turboquant_latent_attention` without the final division and rotation.
 
-    returns  (o [T * H, 1, C], m [T * H, 1], l [T * H, 1]), float32, a block as `merge_partials` takes them
+    returns  (o [T * H, 1, C], m [T * H, 1], l [T * H, 1]), float32, one block for `merge_partials`
     """
     rotated, rotated_keys = rotate.reference(q_latent.float(), pages.seed), q_rope.float()
     o = torch.zeros_like(rotated)
     m, l = o.new_full(o.shape[:2], -torch.inf), o.new_zeros(o.shape[:2])  # noqa: E741
     for b, start, new, _, length in pages.spans(starts, q_latent.shape[0], reach=None):
-        mine, asking = slice(start, start + new), torch.arange(length - new, length, device=o.device)[:, None]
+        mine, query_positions = slice(start, start + new), torch.arange(length - new, length, device=o.device)[:, None]
         scores, values, seen = [], [], []
-        for positions, latents, norms, plain in _latents(pages, b, new, length):
+        for positions, latents, norms, full_precision in _latents(pages, b, new, length):
             page, slot = pages.rows_of(b, int(positions[0]), int(positions[-1]) + 1)
             score = torch.einsum("nhc,tc->hnt", rotated[mine], latents) * norms
             scores.append((score + torch.einsum("nhr,tr->hnt", rotated_keys[mine], pages.rope[page, slot].float())) * scale)
             values.append(latents * norms[:, None])
-            visible = positions <= asking
-            seen.append(visible if pages.plain is None else visible & (pages.plain.covers(asking, positions) == plain))
+            visible = positions <= query_positions
+            seen.append(
+                visible
+                if pages.full_precision is None
+                else visible & (pages.full_precision.covers(query_positions, positions) == full_precision)
+            )
         found = weigh(torch.cat(scores, -1), torch.cat(values), torch.cat(seen, -1))
         o[mine], highest, total = (part.transpose(0, 1) for part in found)
         m[mine], l[mine] = highest.squeeze(-1), total.squeeze(-1)
@@ -118,7 +125,7 @@ def turboquant_latent_partials(
 
 @op(check=_check_turboquant_latent_attention)
 def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
-    """Attend with absorbed queries to coded latents, at each query's position and before it.
+    """Attend with absorbed queries to quantized latents, at each query's position and before it.
 
     q_latent [T, H, C]  not rotated; from `latent_query`
     q_rope   [T, H, R]
@@ -131,16 +138,19 @@ def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentC
 
 
 def _latents(pages: LatentCodes, b: int, new: int, length: int) -> Iterator[tuple[Tensor, Tensor, Tensor, bool]]:
-    """Give positions of a sequence, their rotated latents and what these are multiplied by, and whether they are plain."""
+    """Yield positions of a sequence, their rotated latents and norms, and whether they are in full precision."""
     page, slot = pages.rows_of(b, 0, length)
     book = codebook(pages.bits, pages.width, page.device, pages.book)
     levels = book[unpack(pages.codes[page, slot], pages.bits, pages.width)]  # t, C
     yield torch.arange(length, device=page.device), levels, pages.norms[page, slot], False
-    if (plain := pages.plain) is None:
+    if (full_precision := pages.full_precision) is None:
         return
-    near = max(plain.first, length - new - plain.newest + 1)
-    for kept, first, last in ((plain.head, 0, min(plain.first, length)), (plain.recent, near, length)):
-        if kept is not None and first < last:
-            page, slot = kept.rows_of(b, first, last)
-            rows = kept.rows[page, slot].float()
+    near = max(full_precision.sink_tokens, length - new - full_precision.recent_window + 1)
+    for region, first, last in (
+        (full_precision.head, 0, min(full_precision.sink_tokens, length)),
+        (full_precision.recent, near, length),
+    ):
+        if region is not None and first < last:
+            page, slot = region.rows_of(b, first, last)
+            rows = region.rows[page, slot].float()
             yield torch.arange(first, last, device=page.device), rows, torch.ones(len(rows), device=page.device), True

@@ -1,4 +1,4 @@
-"""Rows of keys and values, decoded or plain, and how the reference attends to them."""
+"""Rows of keys and values, dequantized or in full precision, and attention of the reference to them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from auraflux.ops.attention.pages import rows_of
 from auraflux.ops.turboquant.codebook import Codebook, codebook
+from auraflux.ops.turboquant.full_precision import FullPrecisionKV
 from auraflux.ops.turboquant.pages import CodePages, unpack
-from auraflux.ops.turboquant.plain import PlainPages
 from auraflux.ops.turboquant.reference_codec import rotate
 
 
@@ -17,7 +17,7 @@ from auraflux.ops.turboquant.reference_codec import rotate
 class Rows:
     """Rotated keys and values at positions [t] of a sequence: [t, Hkv, D] to be multiplied by norms [t, Hkv].
 
-    plain  whether they are as they were, and not decoded
+    full_precision  not dequantized from codes
     """
 
     positions: Tensor
@@ -25,11 +25,11 @@ class Rows:
     k_norms: Tensor
     v: Tensor
     v_norms: Tensor
-    plain: bool
+    full_precision: bool
 
     def sums(self, weights: Tensor) -> Tensor:
         """Sum values by weights: [n, Hkv, g, t] -> [n, Hkv, g, D]."""
-        # 0 times NaN is NaN: a value that a query does not see must not reach it
+        # 0 times NaN is NaN: masked values must not contribute
         weighed = torch.where(weights == 0, 0.0, weights * self.v_norms.T.unsqueeze(1))
         if torch.isfinite(self.v).all():
             return torch.einsum("nhgt,thd->nhgd", weighed, self.v)
@@ -38,7 +38,7 @@ class Rows:
 
 
 def coded_rows(pages: CodePages, b: int, first: int, last: int) -> Rows:
-    """What the codes at positions [first, last) of a sequence stand for."""
+    """Dequantize the codes at positions [first, last) of a sequence."""
     page, slot = pages.rows_of(b, first, last)
 
     def levels(codes: Tensor, bits: int, book: Codebook | None) -> Tensor:
@@ -50,28 +50,31 @@ def coded_rows(pages: CodePages, b: int, first: int, last: int) -> Rows:
         pages.key_norms[page, :, slot],
         levels(pages.value_codes, pages.value_bits, pages.value_book),
         pages.value_norms[page, :, slot],
-        plain=False,
+        full_precision=False,
     )
 
 
-def plain_rows(plain: PlainPages, b: int, new: int, length: int) -> Rows:
-    """All that the last `new` positions of a sequence may read as they are."""
-    spans = (plain.head, 0, min(plain.first, length)), (plain.recent, max(plain.first, length - new - plain.newest + 1), length)
+def full_precision_rows(full_precision: FullPrecisionKV, b: int, new: int, length: int) -> Rows:
+    """Return the full-precision rows that the last `new` positions of a sequence may read."""
+    spans = (
+        (full_precision.head, 0, min(full_precision.sink_tokens, length)),
+        (full_precision.recent, max(full_precision.sink_tokens, length - new - full_precision.recent_window + 1), length),
+    )
     k, v, positions = [], [], []
-    for kept, first, last in spans:
-        if kept is not None and first < last:
-            page, slot = rows_of(kept, b, first, last)
-            k.append(kept.k[page, :, slot].float())
-            v.append(kept.v[page, :, slot].float())
+    for region, first, last in spans:
+        if region is not None and first < last:
+            page, slot = rows_of(region, b, first, last)
+            k.append(region.k[page, :, slot].float())
+            v.append(region.v[page, :, slot].float())
             positions.append(torch.arange(first, last, device=page.device))
     keys = torch.cat(k)
     ones = torch.ones(keys.shape[:2], device=keys.device)
-    return Rows(torch.cat(positions), keys, ones, torch.cat(v), ones, plain=True)
+    return Rows(torch.cat(positions), keys, ones, torch.cat(v), ones, full_precision=True)
 
 
 @dataclass(frozen=True)
 class Query:
-    """Queries [T, Hq, D], not rotated, and how they are met with keys."""
+    """Queries [T, Hq, D], not rotated, and the settings of their scores."""
 
     q: Tensor
     pages: CodePages
@@ -84,10 +87,10 @@ class Query:
         return rotate.reference(self.q if calibration is None else self._by_head(self.q, calibration.scale), self.pages.seed)
 
     def attend(self, mine: slice, rows: Rows, seen: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Attend from some of the queries to rows, those that each sees, without the division."""
+        """Attend from some of the queries to the rows visible to each, without the final division."""
         products = torch.einsum("nhgd,thd->nhgt", self._grouped(self.rotated[mine]), rows.k)
         scores = (products * rows.k_norms.T.unsqueeze(1)).flatten(1, 2)
-        if self.pages.calibration is not None and not rows.plain:
+        if self.pages.calibration is not None and not rows.full_precision:
             centres = self.pages.calibration.centres(rows.positions).float()
             scores = scores + torch.einsum("nhgd,thd->nhgt", self._grouped(self.q[mine]), centres).flatten(1, 2)
         scores = scores * self.scale
@@ -97,7 +100,7 @@ class Query:
         top = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - top.masked_fill(top == -torch.inf, 0.0))
         share = weights.sum(-1)
-        # a value passed over still counts in the sum
+        # a skipped value still counts in the sum
         weights = weights.masked_fill(weights < threshold * share.unsqueeze(-1), 0.0)
         return rows.sums(self._grouped(weights)).flatten(1, 2), top.squeeze(-1), share
 

@@ -1,8 +1,8 @@
 """The rotation that makes the coordinates of any vector look normal.
 
 Widths that are a power of two: random signs, then the Walsh-Hadamard transform over sqrt(D). Other widths: a random orthogonal
-matrix, the QR factor of a Gaussian one. Both follow from a seed that is part of the cache format, through a generator written
-out here, so that a cache means the same under every version of torch and numpy.
+matrix, the QR factor of a Gaussian one. Both follow from a seed that is part of the cache format, through the generator below,
+so that a cache does not depend on the version of torch or numpy.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ NARROWEST, WIDEST = 8, 1024
 
 @dataclass(frozen=True)
 class Rotation:
-    """What turns vectors of one width under one seed; exactly one of the tensors is there.
+    """Rotation of a width and seed; exactly one of the tensors is present.
 
     signs   [D]     float32, 1 or -1, before the Walsh-Hadamard transform
     matrix  [D, D]  float32, orthogonal: y = matrix @ x
@@ -33,14 +33,14 @@ class Rotation:
 
 def check_rotation(width: int, seed: int) -> None:
     if not NARROWEST <= width <= WIDEST:
-        raise InputError(f"vectors of width {width} cannot be coded; {NARROWEST} to {WIDEST} is needed.")
+        raise InputError(f"vectors of width {width} cannot be quantized; {NARROWEST} to {WIDEST} is needed.")
     if not (isinstance(seed, int) and 0 <= seed < 1 << 63):
-        raise InputError(f"'seed' is {seed}; a whole number from 0 to 2**63 - 1 is needed.")
+        raise InputError(f"'seed' is {seed}; an integer from 0 to 2**63 - 1 is needed.")
 
 
 @cache
 def rotation(width: int, seed: int, device: torch.device | str = "cpu") -> Rotation:
-    """Give the rotation of a width and seed. Its tensors are kept and shared: do not write to them."""
+    """Return the rotation of a width and seed. Its tensors are cached and shared: do not write to them."""
     check_rotation(width, seed)
     if width & (width - 1) == 0:
         signs = 1.0 - 2.0 * (random_words(width, seed) >> np.uint64(63)).astype(np.float32)
@@ -70,6 +70,6 @@ def random_words(count: int, seed: int) -> np.ndarray:
 
 
 def _normal(count: int, seed: int) -> np.ndarray:
-    # Box and Muller's pairs of a length and an angle
+    # Box-Muller pairs of a length and an angle
     uniform = ((random_words(2 * count, seed) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     return np.sqrt(-2 * np.log(uniform[:count])) * np.cos(2 * np.pi * uniform[count:])

@@ -1,17 +1,18 @@
-"""The chat page: static files that talk to the API of the server they came from.
+"""Serve the chat page: static files that call the API of the same server.
 
-Everything the browser loads is read once from this package; no name that a client sends becomes a path.
+All files are read once from this package. A request looks its name up in a table, so no client input becomes a path.
 """
 
 import mimetypes
 from hashlib import sha256
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-# trusted types make the browser itself refuse innerHTML and its kin, so a slip in a script cannot turn text into markup
+# trusted types make the browser itself refuse innerHTML and similar sinks, so a bug in a script cannot turn text into markup
 CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -36,44 +37,50 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
-# named here because the tables of some machines call a script text/plain, which browsers then refuse to run
-TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
+# some systems map .js to text/plain, and browsers refuse to run that
+CONTENT_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 class Asset:
-    """A file of the page with the type and the tag it is served under."""
+    """A file of the page with its content type and ETag."""
 
     def __init__(self, name: str, content: bytes) -> None:
         suffix = name[name.rfind(".") :]
         self.content = content
-        self.type = TYPES.get(suffix) or mimetypes.guess_type(name)[0] or "application/octet-stream"
+        self.content_type = CONTENT_TYPES.get(suffix) or mimetypes.guess_type(name)[0] or "application/octet-stream"
         self.etag = f'"{sha256(content).hexdigest()[:32]}"'
 
-    def answer(self, request: Request) -> Response:
-        """Send the file, or say that the browser's copy is still good."""
+    def respond(self, request: Request) -> Response:
+        """Send the file, or 304 if the browser's copy is current."""
         headers = {**HEADERS, "ETag": self.etag}
-        known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
-        if self.etag in known:
+        cached = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+        if self.etag in cached:
             return Response(status_code=304, headers=headers)
-        return Response(self.content, media_type=self.type, headers=headers)
+        return Response(self.content, media_type=self.content_type, headers=headers)
 
 
 def routes() -> list[Route]:
-    """Serve the page at `/` and its files below `/static`."""
-    assets = _assets()
+    """Return the routes of the page: `/`, and its files below `/static`."""
+    assets = _read_assets(files(__package__) / "static")
 
     async def index(request: Request) -> Response:
-        return assets["index.html"].answer(request)
+        return assets["index.html"].respond(request)
 
     async def static(request: Request) -> Response:
-        asset = assets.get(request.path_params["name"])
+        asset = assets.get(request.path_params["path"])
         if asset is None:
             return Response("There is no such file.\n", status_code=404, media_type="text/plain", headers=HEADERS)
-        return asset.answer(request)
+        return asset.respond(request)
 
-    return [Route("/", index, include_in_schema=False), Route("/static/{name}", static, include_in_schema=False)]
+    return [Route("/", index, include_in_schema=False), Route("/static/{path:path}", static, include_in_schema=False)]
 
 
-def _assets() -> dict[str, Asset]:
-    folder = files(__package__) / "static"
-    return {file.name: Asset(file.name, file.read_bytes()) for file in folder.iterdir() if file.is_file()}
+def _read_assets(folder: Traversable, prefix: str = "") -> dict[str, Asset]:
+    """Read the files of a folder and its subfolders, by their path below it."""
+    assets: dict[str, Asset] = {}
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            assets |= _read_assets(entry, f"{prefix}{entry.name}/")
+        else:
+            assets[prefix + entry.name] = Asset(entry.name, entry.read_bytes())
+    return assets

@@ -1,4 +1,4 @@
-"""What a model's text says: reasoning, content and calls, read from the syntax its family writes, one file for each."""
+"""Streaming parsers of generated text: reasoning, content and tool calls, one file per model family's syntax."""
 
 from auraflux.serve.parse.find import find_syntax
 from auraflux.serve.parse.syntax import Parser, Syntax

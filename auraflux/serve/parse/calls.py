@@ -1,22 +1,22 @@
-"""The calls of one answer: their numbers and ids, and the two shapes most syntaxes share."""
+"""Tool calls of one output: their indices and ids, and the two forms most syntaxes share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from auraflux.serve.deltas import CallArguments, CallBegin, Content
+from auraflux.serve.chat.deltas import Content, ToolCallArguments, ToolCallBegin
 from auraflux.serve.parse import json_text
-from auraflux.serve.parse.text import Broken, Steps, Text, Wait, gathered, told
+from auraflux.serve.parse.text import NoMatch, Steps, TextStream, Wait, collect, emit
 
 ARGUMENTS = ("arguments", "parameters")
-# what stands beside name and arguments in a call that is bare JSON
-BESIDE = ("type", "id")
+# other keys that a call in bare JSON may have
+OTHER_KEYS = ("type", "id")
 
 
-class Calls:
-    """Begins calls, and knows the tools there are.
+class ToolCalls:
+    """Tool calls of one output, and the tools that may be called.
 
-    tools  the JSON schemas of their arguments by name
-    count  of calls begun
+    tools  JSON schema of each tool's arguments, by tool name
+    count  calls begun
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None, new_id: Callable[[], str]):
@@ -26,30 +26,30 @@ class Calls:
         self._new_id = new_id
 
     def properties(self, name: str) -> dict[str, Any]:
-        """Give the schemas of a tool's arguments by their names."""
+        """Return the schema of each argument of a tool, by name."""
         return _dict(self.tools.get(name, {}).get("properties"))
 
-    def begin(self, name: str) -> CallBegin:
+    def begin(self, name: str) -> ToolCallBegin:
         self.count += 1
-        return CallBegin(self.count - 1, self._new_id(), name)
+        return ToolCallBegin(self.count - 1, self._new_id(), name)
 
-    def arguments(self, text: str) -> CallArguments:
-        return CallArguments(self.count - 1, text)
+    def arguments(self, text: str) -> ToolCallArguments:
+        return ToolCallArguments(self.count - 1, text)
 
 
 def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-Reader = Callable[[Text, Calls], Steps[None]]
+CallParser = Callable[[TextStream, ToolCalls], Steps[None]]
 
 
-def attempt(text: Text, calls: Calls, reader: Reader) -> Steps[bool]:
-    """Read calls; where there turn out to be none, and none was told, read the text again as something else."""
+def try_parse(text: TextStream, calls: ToolCalls, parser: CallParser) -> Steps[bool]:
+    """Return whether `parser` found calls; rewind the text if it failed before it emitted any."""
     begin, count = text.hold(), calls.count
     try:
-        yield from reader(text, calls)
-    except Broken:
+        yield from parser(text, calls)
+    except NoMatch:
         if calls.count == count:
             text.release(begin)
             return False
@@ -57,19 +57,19 @@ def attempt(text: Text, calls: Calls, reader: Reader) -> Steps[bool]:
     return True
 
 
-def content(text: Text, calls: Calls, readers: Mapping[str, Reader]) -> Steps[None]:
-    """Tell content up to the end, and where a marker stands the calls behind it, if they are calls."""
+def parse_content(text: TextStream, calls: ToolCalls, parsers: Mapping[str, CallParser]) -> Steps[None]:
+    """Parse content to the end of the text, with the calls behind each marker."""
     while not calls.count or (yield from _more_than_space(text)):
-        marker = yield from told(text.until(tuple(readers), trim=True), Content)
-        while marker and not (yield from attempt(text, calls, readers[marker.lstrip()])):
+        marker = yield from emit(text.until(tuple(parsers), trim=True), Content)
+        while marker and not (yield from try_parse(text, calls, parsers[marker.lstrip()])):
             yield Content(marker)
-            marker = yield from told(text.until(tuple(readers), trim=True), Content)
+            marker = yield from emit(text.until(tuple(parsers), trim=True), Content)
         if not marker:
             return
 
 
-def _more_than_space(text: Text) -> Wait[bool]:
-    """Whether anything but white space follows; that is taken only if not."""
+def _more_than_space(text: TextStream) -> Wait[bool]:
+    """Return whether more than white space follows; consume the white space if not."""
     begin = text.hold()
     yield from text.space()
     more = yield from text.peek()
@@ -77,80 +77,80 @@ def _more_than_space(text: Text) -> Wait[bool]:
     return bool(more)
 
 
-def calls_until(end: str, opening: str, call: Reader) -> Reader:
-    """Make a reader of calls behind the token that opens all of them: each has an opening of its own."""
+def calls_until(end: str, opening: str, call: CallParser) -> CallParser:
+    """Make a parser of a section of calls: each begins with `opening`, `end` closes the section."""
 
-    def read(text: Text, calls: Calls) -> Steps[None]:
+    def parse(text: TextStream, calls: ToolCalls) -> Steps[None]:
         count = calls.count
         while True:
             yield from text.space()
-            if (yield from text.takes(opening)):
+            if (yield from text.accept(opening)):
                 yield from call(text, calls)
-            elif (yield from text.takes(end)) or calls.count > count:
+            elif (yield from text.accept(end)) or calls.count > count:
                 return
             else:
-                raise Broken
+                raise NoMatch
 
-    return read
+    return parse
 
 
-def arguments(text: Text, calls: Calls, name: str) -> Steps[None]:
-    """Read a call whose arguments come next, as a JSON object."""
+def arguments(text: TextStream, calls: ToolCalls, name: str) -> Steps[None]:
+    """Parse a call whose arguments come next, as a JSON object."""
     if (yield from text.peek()) != "{":
-        raise Broken
+        raise NoMatch
     yield calls.begin(name)
-    # what was told is not read again
+    # emitted deltas cannot be taken back
     text.release()
-    yield from told(json_text.value(text), calls.arguments)
+    yield from emit(json_text.value(text), calls.arguments)
 
 
-def call_object(text: Text, calls: Calls, sure: bool = True) -> Steps[None]:
-    """Read {"name": ..., "arguments": {...}}; where it is not sure to be a call, it must be one of a tool there is."""
-    if not (yield from text.takes("{")):
-        raise Broken
+def call_object(text: TextStream, calls: ToolCalls, allow_unknown: bool = True) -> Steps[None]:
+    """Parse {"name": ..., "arguments": {...}}; without `allow_unknown`, the name must be that of a known tool."""
+    if not (yield from text.accept("{")):
+        raise NoMatch
     name: str | None = None
-    given: str | None = None
+    buffered: str | None = None
     begun = False
     while True:
         yield from text.space()
         key = yield from json_text.read_string(text)
-        if not sure and key not in ("name", *ARGUMENTS, *BESIDE):
-            raise Broken
+        if not allow_unknown and key not in ("name", *ARGUMENTS, *OTHER_KEYS):
+            raise NoMatch
         yield from text.space()
-        if not (yield from text.takes(":")):
-            raise Broken
+        if not (yield from text.accept(":")):
+            raise NoMatch
         yield from text.space()
         if key == "name":
             name = yield from json_text.read_string(text)
-            if not sure and name not in calls.tools:
-                raise Broken
+            if not allow_unknown and name not in calls.tools:
+                raise NoMatch
         if key in ARGUMENTS and name and not begun and (yield from text.peek()) == "{":
             begun = True
             yield from arguments(text, calls, name)
         elif key != "name":
-            other = yield from gathered(json_text.value(text))
-            given = other if key in ARGUMENTS else given
+            other = yield from collect(json_text.value(text))
+            buffered = other if key in ARGUMENTS else buffered
         yield from text.space()
-        if (yield from text.takes("}")):
+        if (yield from text.accept("}")):
             break
-        if not (yield from text.takes(",")):
-            raise Broken
+        if not (yield from text.accept(",")):
+            raise NoMatch
     if not begun:
-        if not name or (given is None and not sure):
-            raise Broken
-        whole = _object(given)
+        if not name or (buffered is None and not allow_unknown):
+            raise NoMatch
+        complete = _object(buffered)
         yield calls.begin(name)
-        yield calls.arguments(whole)
+        yield calls.arguments(complete)
 
 
 def _object(given: str | None) -> str:
-    """Arguments that were read whole, as a JSON object; some models write it into a string."""
-    said = json_text.parse(given or "null")
-    if isinstance(said, str):
-        given = said.strip()
-        said = json_text.parse(given or "null")
-    if said is None:
+    """Return complete arguments as a JSON object; some models wrap it in a string."""
+    value = json_text.parse(given or "null")
+    if isinstance(value, str):
+        given = value.strip()
+        value = json_text.parse(given or "null")
+    if value is None:
         return "{}"
-    if not isinstance(said, dict):
-        raise Broken
+    if not isinstance(value, dict):
+        raise NoMatch
     return given or "{}"

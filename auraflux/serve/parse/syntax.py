@@ -1,31 +1,31 @@
-"""A syntax: how a family of models writes what it thinks, says and calls."""
+"""A syntax: how a model family delimits reasoning, content and tool calls."""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from auraflux.serve.deltas import CallArguments, Content, Reasoning, Said
-from auraflux.serve.parse.calls import Calls, Reader
-from auraflux.serve.parse.tagged import Tags
-from auraflux.serve.parse.text import Steps, Text
-from auraflux.serve.parse.thinking import THINK, Marks, thinking
+from auraflux.serve.chat.deltas import Content, ParsedDelta, Reasoning, ToolCallArguments
+from auraflux.serve.parse.argument_tags import Tags
+from auraflux.serve.parse.calls import CallParser, ToolCalls
+from auraflux.serve.parse.text import Steps, TextStream
+from auraflux.serve.parse.thinking import THINK, ThinkTags, thinking
 
 
 def new_id() -> str:
-    """Make the id of a call."""
+    """Return a new tool call id."""
     return f"call_{secrets.token_hex(12)}"
 
 
 @dataclass(frozen=True)
-class Form:
-    """How calls are written, for a grammar that must write them: opening, calls with `between` between them, closing.
+class CallTemplate:
+    """Text around tool calls, for grammars that enforce them: opening, calls joined by `between`, closing.
 
-    name       what stands before a tool's name
-    arguments  between the name and the arguments
-    end        behind the arguments
-    between    None where there is one call at most
-    tagged     the tags that each argument stands between, where they are not JSON
+    name           before the tool's name
+    arguments      between the name and the arguments
+    end            after the arguments
+    between        None for syntaxes with at most one call
+    argument_tags  tags around each argument, where arguments are not JSON
     """
 
     name: str = '{"name": "'
@@ -34,86 +34,88 @@ class Form:
     between: str | None = None
     opening: str = ""
     closing: str = ""
-    tagged: Tags | None = None
+    argument_tags: Tags | None = None
 
 
 @dataclass(frozen=True)
 class Syntax:
-    """What there is to know of a syntax.
+    """A model family's output syntax.
 
-    read     reads an answer
-    shows    special tokens that must be in the text for it; all others are left out
-    goes_on  tokens that end a message but not the text, also if the model names them among its ends
-    form     how a call is written
-    think    the marks around what is thought, the usual ones first
-    thinks   whether the model may write them by itself
-    begins   what the prompt's end writes of the answer stands behind this
-    new_id   makes ids of calls
+    parse            parser of an answer
+    visible_tokens   special tokens that the parser needs in the decoded text
+    non_stop_tokens  tokens that end a message but not the generation, even if the model lists them as stop tokens
+    call_template    text around tool calls
+    think_tags       tags around reasoning, the usual pair first
+    may_think        whether the model may open reasoning by itself
+    reply_header     text in the prompt after which the reply begins
+    new_id           makes tool call ids
     """
 
     name: str
-    read: Reader
-    shows: tuple[str, ...] = ()
-    goes_on: tuple[str, ...] = ()
-    form: Form = Form()
-    think: tuple[Marks, ...] = (THINK,)
-    thinks: bool = False
-    begins: str | None = None
+    parse: CallParser
+    visible_tokens: tuple[str, ...] = ()
+    non_stop_tokens: tuple[str, ...] = ()
+    call_template: CallTemplate = CallTemplate()
+    think_tags: tuple[ThinkTags, ...] = (THINK,)
+    may_think: bool = False
+    reply_header: str | None = None
     new_id: Callable[[], str] = new_id
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shows", (*self.shows, *(mark for each in self.think for mark in each)))
+        object.__setattr__(self, "visible_tokens", (*self.visible_tokens, *(tag for pair in self.think_tags for tag in pair)))
 
     def parser(
         self, prompt_tail: str, tools: Sequence[Mapping[str, Any]] | None = None, new_id: Callable[[], str] | None = None
     ) -> "Parser":
-        """Make a parser of one answer to the prompt that ends with this; without tools nothing is a call."""
-        written = prompt_tail.rpartition(self.begins)[2] if self.begins and self.begins in prompt_tail else ""
-        text, calls = Text(written), Calls(tools, new_id or self.new_id)
+        """Make a parser for one answer to a prompt that ends in `prompt_tail`; without tools there are no calls."""
+        prefilled = (
+            prompt_tail.rpartition(self.reply_header)[2] if self.reply_header and self.reply_header in prompt_tail else ""
+        )
+        text, calls = TextStream(prefilled), ToolCalls(tools, new_id or self.new_id)
         return Parser(text, self._steps(text, calls, prompt_tail))
 
-    def _steps(self, text: Text, calls: Calls, prompt_tail: str) -> Steps[None]:
-        if self.think:
-            yield from thinking(text, self.think, prompt_tail)
-        yield from self.read(text, calls)
+    def _steps(self, text: TextStream, calls: ToolCalls, prompt_tail: str) -> Steps[None]:
+        if self.think_tags:
+            yield from thinking(text, self.think_tags, prompt_tail)
+        yield from self.parse(text, calls)
 
 
 class Parser:
-    """Turns the text of one answer, however it is cut, into what is thought, said and called."""
+    """Streaming parser of one answer into deltas; the result does not depend on how the text was chunked."""
 
-    def __init__(self, text: Text, steps: Steps[None]):
+    def __init__(self, text: TextStream, steps: Steps[None]):
         self._text, self._steps = text, steps
 
-    def feed(self, text: str) -> list[Said]:
-        """Take more of the text and tell what is sure by now."""
+    def feed(self, text: str) -> list[ParsedDelta]:
+        """Add text and return the deltas that are certain."""
         self._text.push(text)
         return self._run()
 
-    def finish(self) -> list[Said]:
-        """Tell what was held back, because more might have come."""
+    def finish(self) -> list[ParsedDelta]:
+        """End the text and return the deltas that were held back."""
         self._text.end()
         return self._run()
 
-    def _run(self) -> list[Said]:
-        said: list[Said] = []
+    def _run(self) -> list[ParsedDelta]:
+        deltas: list[ParsedDelta] = []
         for step in self._steps:
             if step is None:
                 break
-            _add(said, step)
-        return said
+            _add(deltas, step)
+        return deltas
 
 
-def _add(said: list[Said], step: Said) -> None:
-    """Put text that belongs together together."""
-    last = said[-1] if said else None
+def _add(deltas: list[ParsedDelta], step: ParsedDelta) -> None:
+    """Append a delta, merged with the last one where both extend the same text."""
+    last = deltas[-1] if deltas else None
     match last, step:
-        case (_, (Content(text="") | Reasoning(text="") | CallArguments(text=""))):
+        case (_, (Content(text="") | Reasoning(text="") | ToolCallArguments(text=""))):
             pass
         case Content(text=before), Content(text=after):
-            said[-1] = Content(before + after)
+            deltas[-1] = Content(before + after)
         case Reasoning(text=before), Reasoning(text=after):
-            said[-1] = Reasoning(before + after)
-        case CallArguments(index=one, text=before), CallArguments(index=other, text=after) if one == other:
-            said[-1] = CallArguments(one, before + after)
+            deltas[-1] = Reasoning(before + after)
+        case ToolCallArguments(index=one, text=before), ToolCallArguments(index=other, text=after) if one == other:
+            deltas[-1] = ToolCallArguments(one, before + after)
         case _:
-            said.append(step)
+            deltas.append(step)

@@ -1,32 +1,32 @@
-"""Text that comes in pieces, read from the front by generators.
+"""Incremental text, parsed from the front by generators.
 
-A reader yields what it read, and None where it needs more text to go on (a `Wait` yields nothing else). So a syntax is
-written as if the whole text were there, and what is read cannot depend on how the text was cut.
+A parser yields deltas, and None where it needs more text (a `Wait` yields nothing else). Parsers are written as if the complete
+text were there, so their result cannot depend on how it was chunked.
 """
 
 import re
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
-from auraflux.serve.deltas import Said
+from auraflux.serve.chat.deltas import ParsedDelta
 
 T = TypeVar("T")
 Wait = Generator[None, None, T]
-Pieces = Generator[str | None, None, T]
-Steps = Generator[Said | None, None, T]
+TextChunks = Generator[str | None, None, T]
+Steps = Generator[ParsedDelta | None, None, T]
 
 SPACE = re.compile(r"\s*")
 WORD = re.compile(r"[^\s<>{}()\[\]\"'=,;:]*")
-# a longer name is none
+# longer words are not names
 LONGEST_WORD = 256
 
 
-class Broken(Exception):
-    """What was read is not what the syntax says."""
+class NoMatch(Exception):
+    """The text does not match the syntax."""
 
 
-class Text:
-    """What has come and is not yet read."""
+class TextStream:
+    """Buffer of received text with a read position."""
 
     def __init__(self, text: str = ""):
         self._text, self._at = text, 0
@@ -40,12 +40,12 @@ class Text:
         self._ended = True
 
     def hold(self) -> int:
-        """Keep what is read from here on, so that it can be read again."""
+        """Retain text from here on for a rewind; return the position."""
         self._held = True
         return self._at
 
     def release(self, back: int | None = None) -> None:
-        """Keep it no more; with `back`, what `hold` gave, read it again."""
+        """Stop retaining text; with `back`, the position from `hold`, rewind to it."""
         self._held = False
         self._at = self._at if back is None else back
 
@@ -54,18 +54,18 @@ class Text:
         return self._text[self._at - count : self._at]
 
     def run(self, pattern: re.Pattern[str]) -> str:
-        """Take what is here and fits the pattern; more of it may come."""
+        """Consume the buffered text that matches the pattern; more of the match may arrive."""
         found = pattern.match(self._text, self._at)
         return self.take(found.end() - self._at) if found else ""
 
     def peek(self, count: int = 1) -> Wait[str]:
-        """Look at the next characters; fewer at the end."""
+        """Return the next characters without consuming them; fewer at the end."""
         while len(self._text) - self._at < count and not self._ended:
             yield None
         return self._text[self._at : self._at + count]
 
-    def takes(self, literal: str) -> Wait[bool]:
-        """Take this if it comes next; wait for no more than it needs to tell."""
+    def accept(self, literal: str) -> Wait[bool]:
+        """Return whether `literal` comes next, and consume it; wait for no more text than the decision needs."""
         for length in range(1, len(literal) + 1):
             if (yield from self.peek(length)) != literal[:length]:
                 return False
@@ -73,25 +73,25 @@ class Text:
         return True
 
     def space(self) -> Wait[str]:
-        """Take all white space."""
+        """Consume white space."""
         taken = ""
         while (yield from self.peek()).isspace():
             taken += self.run(SPACE)
         return taken
 
     def word(self, pattern: re.Pattern[str] = WORD) -> Wait[str]:
-        """Take a name. Broken where none stands."""
+        """Consume a name; raise NoMatch if there is none."""
         taken = self.run(pattern)
         while len(taken) <= LONGEST_WORD and (yield from self.peek()) and (more := self.run(pattern)):
             taken += more
         if not 0 < len(taken) <= LONGEST_WORD:
-            raise Broken
+            raise NoMatch
         return taken
 
-    def until(self, markers: Sequence[str], trim: bool = False) -> Pieces[str]:
-        """Give the text up to the first of the markers, take and return that; an empty string at the end.
+    def until(self, markers: Sequence[str], trim: bool = False) -> TextChunks[str]:
+        """Yield the text before the first marker, consume and return the marker; return "" at the end.
 
-        With `trim` the white space before it belongs to the marker.
+        With `trim`, white space before the marker belongs to it.
         """
         while True:
             begin, end = self._find(markers)
@@ -108,13 +108,14 @@ class Text:
             yield None
 
     def _find(self, markers: Sequence[str]) -> tuple[int, int]:
-        """Where the first marker begins and ends; the end is 0 where it may only be beginning."""
+        """Return where the first marker begins and ends; the end is 0 for a possible prefix of one."""
         found = [(at, at + len(each)) for each in markers if (at := self._text.find(each, self._at)) >= 0]
-        whole = min(found, default=(len(self._text), 0))
-        begun = len(self._text) if self._ended else min((self._begun(each) for each in markers), default=len(self._text))
-        return whole if whole[1] and whole[0] <= begun else (min(whole[0], begun), 0)
+        complete = min(found, default=(len(self._text), 0))
+        partial = len(self._text) if self._ended else min((self._partial(each) for each in markers), default=len(self._text))
+        return complete if complete[1] and complete[0] <= partial else (min(complete[0], partial), 0)
 
-    def _begun(self, marker: str) -> int:
+    def _partial(self, marker: str) -> int:
+        """Return where a prefix of the marker at the end of the text begins."""
         size = len(self._text)
         for length in range(min(len(marker) - 1, size - self._at), 0, -1):
             if self._text.endswith(marker[:length]):
@@ -122,22 +123,22 @@ class Text:
         return size
 
 
-def told(pieces: Pieces[T], say: Callable[[str], Said]) -> Steps[T]:
-    """Tell what is read as it comes."""
+def emit(chunks: TextChunks[T], make: Callable[[str], ParsedDelta]) -> Steps[T]:
+    """Yield a delta for each chunk."""
     while True:
         try:
-            piece = next(pieces)
+            chunk = next(chunks)
         except StopIteration as stop:
             return stop.value
-        yield None if piece is None else say(piece)
+        yield None if chunk is None else make(chunk)
 
 
-def gathered(pieces: Pieces[Any]) -> Wait[str]:
-    """Read something whole."""
+def collect(chunks: TextChunks[Any]) -> Wait[str]:
+    """Return all chunks joined."""
     parts = []
-    for piece in pieces:
-        if piece is None:
+    for chunk in chunks:
+        if chunk is None:
             yield None
         else:
-            parts.append(piece)
+            parts.append(chunk)
     return "".join(parts)

@@ -1,27 +1,26 @@
-"""What a model thinks before it answers, between two marks; the prompt may have written the first."""
+"""Reasoning before the answer, between two tags; the prompt may contain the opening tag."""
 
 from collections.abc import Sequence
 
-from auraflux.serve.deltas import Reasoning
-from auraflux.serve.parse.text import Steps, Text, told
+from auraflux.serve.chat.deltas import Reasoning
+from auraflux.serve.parse.text import Steps, TextStream, emit
 
-# what stands before and behind it
-Marks = tuple[str, str]
-THINK: Marks = ("<think>", "</think>")
+ThinkTags = tuple[str, str]
+THINK: ThinkTags = ("<think>", "</think>")
 
 
-def thinking(text: Text, marks: Sequence[Marks], prompt_tail: str) -> Steps[None]:
-    """Read what is thought, if anything is, and the white space around it."""
-    opened = next((each for each in marks if prompt_tail.rstrip().endswith(each[0])), None)
+def thinking(text: TextStream, tags: Sequence[ThinkTags], prompt_tail: str) -> Steps[None]:
+    """Parse reasoning, if there is any, and the white space around it."""
+    opened = next((each for each in tags if prompt_tail.rstrip().endswith(each[0])), None)
     begin = text.hold()
     yield from text.space()
-    for each in marks:
-        # some models write the mark again that the prompt ends with
-        if (yield from text.takes(each[0])):
+    for each in tags:
+        # some models repeat the tag that ends the prompt
+        if (yield from text.accept(each[0])):
             opened = each
             break
     text.release(None if opened else begin)
     if opened:
         yield from text.space()
-        yield from told(text.until((opened[1],), trim=True), Reasoning)
+        yield from emit(text.until((opened[1],), trim=True), Reasoning)
         yield from text.space()

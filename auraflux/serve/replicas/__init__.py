@@ -1,5 +1,5 @@
-"""Copies of the server behind one address, on Ray Serve: a door reads requests and hands each to a replica.
+"""Replicas of the server behind one address, on Ray Serve: a router forwards each request to a replica.
 
-`beginning.py` says which requests belong together, `replica.py` is the application around one model, `door.py` passes its
-answers on and asks another replica where one is gone. Only `door.py` imports ray.
+`prefix_affinity.py` maps requests with a common prefix to one replica, `replica.py` is the application around one model,
+`router.py` forwards responses and retries on another replica if one is lost. Only `router.py` and `node_port.py` import ray.
 """

@@ -1,4 +1,4 @@
-"""One replica: the HTTP application in this process, its model in another, as `auraflux serve` has them."""
+"""One replica: the HTTP application in this process, its model in another, as in `auraflux serve`."""
 
 import asyncio
 import logging
@@ -12,17 +12,17 @@ from uuid import uuid4
 from starlette.types import Message, Scope
 
 from auraflux.errors import BackendError
-from auraflux.run.template_process import process as template_process
 from auraflux.serve.app import make_app
-from auraflux.serve.front import FrontSettings, set_up_log
-from auraflux.serve.pipe import PipeLink
 from auraflux.serve.service import Service
+from auraflux.serve.transport.http_process import HttpSettings, set_up_log
+from auraflux.serve.transport.pipe import PipeLink
+from auraflux.tokenizer.template_process import process as template_process
 
 log = logging.getLogger("auraflux")
-LOOK_S = 0.05  # between two looks whether the model is loaded
-END_S = 10.0  # in which the model's process must end
+POLL_S = 0.05  # between checks whether the model is loaded
+END_S = 10.0  # for the model process to end
 
-# what an application is told of a request, and can be sent to another process
+# ASGI scope fields that can be sent to another process
 FIELDS = (
     "type",
     "http_version",
@@ -36,18 +36,18 @@ FIELDS = (
     "client",
     "server",
 )
-Asked = tuple[dict[str, Any], bytes]
+ReplicaRequest = tuple[dict[str, Any], bytes]
 
 
 class Replica:
-    """Answers requests, each given as a scope and a body, with the messages of the application.
+    """Serves requests, each a scope and a body, with the ASGI messages of the application.
 
-    load      run as a process, it loads the model and answers through the connection it is given
-    settings  how the application behaves
-    steady    whether the model comes back by itself when it cannot answer for a while
+    load      target of the model process: loads the model and serves the given connection
+    settings  of the application
+    steady    whether an unavailable model recovers by itself
     """
 
-    def __init__(self, load: Callable[[Connection], None], settings: FrontSettings, steady: bool = False):
+    def __init__(self, load: Callable[[Connection], None], settings: HttpSettings, steady: bool = False):
         set_up_log(settings.log_json)
         self._settings, self._steady, self._listening = settings, steady, False
         self._name = uuid4().hex[:8]
@@ -56,9 +56,9 @@ class Replica:
             target=load, args=(theirs,), name="auraflux-model", daemon=False
         )
         self._process.start()
-        # the model ends when nobody is at this end, however this process ends
+        # the model process ends when this end closes, however this process ends
         theirs.close()
-        self._connection, self._link = ours, PipeLink(ours, settings.waiting, self._ended)
+        self._connection, self._link = ours, PipeLink(ours, settings.waiting, self._on_model_end)
         self._service = Service(self._link, settings.limits)
         self._app = make_app(self._service, settings.access)
         template_process.warm_up()
@@ -69,47 +69,47 @@ class Replica:
         self._listening = True
         while self._link.facts is None:
             if not self._process.is_alive():
-                raise BackendError("the model's process ended while the model was loaded; the log above says why.")
-            await asyncio.sleep(LOOK_S)
+                raise BackendError("the model process ended while it loaded the model; see the log above.")
+            await asyncio.sleep(POLL_S)
         return self
 
-    def _ended(self) -> None:
-        """End with the model, before anybody is told that it failed: the door asks another replica."""
+    def _on_model_end(self) -> None:
+        """Exit before any client sees an error, so that the router retries on another replica."""
         if self._listening and self._link.facts is not None:
-            log.error("the model's process ended, and this replica with it")
+            log.error("the model process ended; this replica exits")
             os._exit(1)
 
     def check_health(self) -> None:
-        """Raise if this replica is of no use any more."""
+        """Raise if this replica cannot serve requests any more."""
         if not self._process.is_alive():
-            raise BackendError("the model's process has ended.")
+            raise BackendError("the model process has ended.")
         if self._link.facts is None and not self._steady:
-            raise BackendError(self._link.why_not)
+            raise BackendError(self._link.unavailable_reason)
 
-    async def answer(self, asked: Asked) -> AsyncIterator[list[Message]]:
-        """Give the messages of an answer, those that came together in one list."""
-        told: asyncio.Queue[Message | None] = asyncio.Queue()
-        answering = asyncio.ensure_future(self._app(*_received(asked), told.put))
-        answering.add_done_callback(lambda _: told.put_nowait(None))
+    async def respond(self, request: ReplicaRequest) -> AsyncIterator[list[Message]]:
+        """Yield the messages of a response; those that arrive together form one list."""
+        queue: asyncio.Queue[Message | None] = asyncio.Queue()
+        task = asyncio.ensure_future(self._app(*_asgi_arguments(request), queue.put))
+        task.add_done_callback(lambda _: queue.put_nowait(None))
         try:
             more = True
             while more:
-                came = [await told.get()]
-                while not told.empty():
-                    came.append(told.get_nowait())
-                more = came[-1] is not None
-                yield [message for message in came if message is not None]
+                batch = [await queue.get()]
+                while not queue.empty():
+                    batch.append(queue.get_nowait())
+                more = batch[-1] is not None
+                yield [message for message in batch if message is not None]
         finally:
-            answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
-    async def whole(self, asked: Asked) -> tuple[str, int, bytes]:
-        """Give this replica's name, and the status and body of an answer."""
-        messages = [message async for part in self.answer(asked) for message in part]
+    async def full_response(self, request: ReplicaRequest) -> tuple[str, int, bytes]:
+        """Return this replica's name, and the status and body of a response."""
+        messages = [message async for batch in self.respond(request) for message in batch]
         return self._name, messages[0]["status"], b"".join(message.get("body", b"") for message in messages[1:])
 
     async def close(self) -> None:
-        """Finish what was begun, and end the model."""
+        """Drain running requests, and end the model process."""
         await self._service.drain(self._settings.grace_s)
         self._listening = False
         self._link.close()
@@ -118,15 +118,15 @@ class Replica:
         self._process.kill()
 
 
-def _received(asked: Asked) -> tuple[Scope, Callable[[], Any]]:
-    """What an application is called with."""
-    scope, body = asked
+def _asgi_arguments(request: ReplicaRequest) -> tuple[Scope, Callable[[], Any]]:
+    """Return the scope and receive function for an ASGI application."""
+    scope, body = request
     parts = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
         if parts:
             return parts.pop()
-        # whoever asks for more waits for the client to leave, which ends the task
+        # the next message would be the disconnect, which cancels the task instead
         return await asyncio.get_running_loop().create_future()
 
     return {**scope, "asgi": {"version": "3.0"}, "state": {}}, receive

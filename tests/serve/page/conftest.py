@@ -1,4 +1,4 @@
-"""A browser, and a server whose page it opens."""
+"""Fixtures: a browser, and a stub server with the chat page."""
 
 import os
 import socket
@@ -32,7 +32,7 @@ def browser():
 
 
 class Site:
-    """A stub server on a port of its own."""
+    """A stub server on a free port."""
 
     def __init__(self) -> None:
         self.app: Starlette = stub()
@@ -42,8 +42,8 @@ class Site:
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
 
     @property
-    def asked(self) -> list[dict]:
-        return self.app.state.asked
+    def received(self) -> list[dict]:
+        return self.app.state.received
 
 
 @pytest.fixture(scope="package")
@@ -61,19 +61,19 @@ def shared_site() -> Iterator[Site]:
 @pytest.fixture
 def site(shared_site):
     shared_site.app.state.key, shared_site.app.state.loading = "", 0
-    shared_site.asked.clear()
+    shared_site.received.clear()
     return shared_site
 
 
 @pytest.fixture
 def page(browser, site):
-    """A page in a browser that knows nothing yet; it must ask nobody else for anything and break no rule of its policy."""
+    """Yield the page in a fresh browser context; fail on requests to other hosts and on policy violations."""
     context = browser.new_context(viewport={"width": 1280, "height": 860})
     page = context.new_page()
     wrong: list[str] = []
     page.on("request", lambda request: None if request.url.startswith((site.url, "blob:")) else wrong.append(request.url))
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", lambda said: wrong.append(said.text) if "Content Security Policy" in said.text else None)
+    page.on("console", lambda message: wrong.append(message.text) if "Content Security Policy" in message.text else None)
     page.goto(site.url)
     yield page
     context.close()

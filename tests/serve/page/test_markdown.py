@@ -1,4 +1,4 @@
-"""Markdown as the page draws it in a real browser."""
+"""The page's markdown renderer in a real browser."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.serve.page_stub import ANSWER, HOSTILE
 pytestmark = pytest.mark.slow
 
 RENDER = """async (text) => {
-  const { Rendering } = await import("/static/render.js");
+  const { Rendering } = await import("/static/markdown/render.js");
   const whole = (part) => {
     const root = document.createElement("div");
     new Rendering(root).update(part);
@@ -24,13 +24,20 @@ RENDER = """async (text) => {
 }"""
 
 
-@pytest.mark.parametrize("text", [ANSWER, HOSTILE], ids=["answer", "hostile"])
-def test_text_that_grows_looks_as_if_it_had_come_at_once(page, text):
+FEATURES = (
+    "Title\r\n=====\r\n\r\n- [x] done\n- [ ] open\n  ```js\n  let a = 1;\n  ```\n\n> quote\nlazy\n> - a\n\n"
+    "2) two\n\n3) three\n\n"
+    "$$\nx_1 + *y*\n$$\n\nThus \\(a\\) and $$b$$.\n| a | b |\n|:-:|--|\n| x<br>y | `|` |\n\n***\n[r][1] &amp; &#x41;\n\n[1]: https://e.com\n"
+)
+
+
+@pytest.mark.parametrize("text", [ANSWER, HOSTILE, FEATURES], ids=["answer", "hostile", "features"])
+def test_incremental_rendering_matches_full_rendering(page, text):
     assert page.evaluate(RENDER, text) == []
 
 
 HTML = """async (text) => {
-  const { Rendering } = await import("/static/render.js");
+  const { Rendering } = await import("/static/markdown/render.js");
   const root = document.createElement("div");
   new Rendering(root).update(text);
   for (const a of root.querySelectorAll("a")) for (const name of ["target", "rel", "title"]) a.removeAttribute(name);
@@ -50,16 +57,49 @@ MARKDOWN = {
     "(https://e.com/b).": '<p>(<a href="https://e.com/b">https://e.com/b</a>).</p>',
     "[a](javascript:b) [c](data:d) [e](/f)": "<p>a c e</p>",
     "<b>a</b> &lt;": "<p>&lt;b&gt;a&lt;/b&gt; &lt;</p>",
+    "- [x] a": '<ul><li class="task"><input type="checkbox" checked="" disabled="" aria-label="done">a</li></ul>',
+    "$$\na\n$$": '<div class="math-block" tabindex="0">a</div>',
+    "![a](https://e.com/b.png)": '<p><a href="https://e.com/b.png">a</a></p>',
+    "&amp; &#65; &nope; `&lt;`": "<p>&amp; A &amp;nope; <code>&amp;lt;</code></p>",
     "\\(a_b*c*\\) $5": '<p><span class="math">a_b*c*</span> $5</p>',
 }
 
 
-def test_markdown_means_what_readers_expect(page):
+def test_markdown_renders_to_expected_html(page):
     assert {text: page.evaluate(HTML, text) for text in MARKDOWN} == MARKDOWN
 
 
-@pytest.mark.parametrize("text", ["*a _b " * 5000 + "c_ d*" * 5000, "[" * 50_000, ">" * 50_000, "`" * 9 + "`` ` " * 9000])
-def test_hostile_markdown_is_drawn(page, text):
+@pytest.mark.parametrize(
+    "text", ["*a _b " * 5000 + "c_ d*" * 5000, "[" * 50_000, ">" * 50_000, "`" * 9 + "`` ` " * 9000, "\\[" * 20_000]
+)
+def test_pathological_markdown_is_rendered(page, text):
     length = "async (text) => { const root = document.createElement('div'); document.body.append(root);"
-    length += "new (await import('/static/render.js')).Rendering(root).update(text); return root.offsetHeight; }"
+    length += "new (await import('/static/markdown/render.js')).Rendering(root).update(text); return root.offsetHeight; }"
     assert page.evaluate(length, text) > 0
+
+
+STREAM = """async (count) => {
+  const { Rendering } = await import("/static/markdown/render.js");
+  const root = document.createElement("div");
+  const rendering = new Rendering(root);
+  let text = "";
+  let first = null;
+  let moved = 0;
+  let longest = 0;
+  for (let at = 0; at < count; at += 1) {
+    text += `Paragraph ${at} with **bold** and \\`code\\`.\n\n`;
+    rendering.update(text);
+    first ??= root.firstChild;
+    if (root.firstChild !== first) moved += 1;
+    longest = Math.max(longest, text.length - rendering.final);
+  }
+  return { moved, longest, blocks: root.children.length };
+}"""
+
+
+def test_final_blocks_are_not_rebuilt(page):
+    found = page.evaluate(STREAM, 500)
+    assert found["moved"] == 0
+    assert found["blocks"] == 500
+    # at most two open blocks, for any response length
+    assert found["longest"] < 120

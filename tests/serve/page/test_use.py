@@ -1,4 +1,4 @@
-"""The chat page in a real browser, against a server that answers from a script."""
+"""The chat page in a real browser against a stub server."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import re
 import pytest
 
 from auraflux.serve.app import make_app
-from auraflux.serve.guard import Access
+from auraflux.serve.auth import Access
 from auraflux.serve.service import Service
 from tests.serve.fake_link import FakeLink, serving
 from tests.serve.page_stub import ANSWER, THOUGHT
@@ -23,19 +23,19 @@ def ask(page, text: str, finished: bool = True) -> None:
         expect(page.locator(".message.writing")).to_have_count(0)
 
 
-def act(page, which, label: str) -> None:
+def click_action(page, which, label: str) -> None:
     which.hover()
     which.get_by_label(label).click()
 
 
-def test_an_answer_is_written_with_its_thoughts_and_figures(page, site):
+def test_response_shows_reasoning_and_statistics(page, site):
     expect(page.locator("#server-text")).to_have_text("example-model")
     ask(page, "a thought about caches")
     reply = page.locator(".reply")
-    expect(reply.locator(".level-2").first).to_have_text("What is kept")
+    expect(reply.locator(".level-2").first).to_have_text("What is stored")
     expect(reply.locator("td").first).to_have_text("bf16")
     expect(reply.locator("figcaption span")).to_have_text("python")
-    expect(reply.locator(".tint-keyword").first).to_have_text("def")
+    expect(reply.locator(".code-keyword").first).to_have_text("def")
     assert reply.locator("summary").inner_text().startswith("Thought for ")
     assert reply.locator(".thought-text").text_content() == THOUGHT
     assert reply.locator(".thought-text").is_hidden()
@@ -47,19 +47,19 @@ def test_an_answer_is_written_with_its_thoughts_and_figures(page, site):
         "0 of 1,024 prompt tokens cached",
         "cache 70.5 MB (188 MB uncompressed)",
     ]
-    asked = site.asked[0]
-    assert asked["stream"] is True
-    assert asked["stream_options"] == {"include_usage": True}
-    assert asked["model"] == "example-model"
-    assert "temperature" not in asked
+    received = site.received[0]
+    assert received["stream"] is True
+    assert received["stream_options"] == {"include_usage": True}
+    assert received["model"] == "example-model"
+    assert "temperature" not in received
     ask(page, "and then?")
-    first, second, third = site.asked[1]["messages"]
+    first, second, third = site.received[1]["messages"]
     assert first == {"role": "user", "content": "a thought about caches"}
     assert second == {"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT}
     assert third == {"role": "user", "content": "and then?"}
 
 
-def test_what_a_model_writes_is_never_markup(page):
+def test_model_output_is_never_markup(page):
     ask(page, "hostile")
     reply = page.locator(".reply .prose")
     assert page.evaluate("window.hurt") is None
@@ -72,43 +72,43 @@ def test_what_a_model_writes_is_never_markup(page):
     ]
 
 
-def test_the_policy_itself_refuses_markup(page):
+def test_content_security_policy_refuses_markup(page):
     refused = "(() => { try { document.body.innerHTML = 'x'; return false } catch (error) { return error.name } })()"
     assert page.evaluate(refused) == "TypeError"
 
 
-def test_stopping_keeps_what_came(page):
+def test_stopping_saves_the_partial_response(page):
     ask(page, "slow please", finished=False)
     expect(page.locator(".reply .prose")).to_contain_text("A cache")
     page.keyboard.press("Escape")
     expect(page.locator(".reply .problem")).to_have_text("Stopped.")
-    kept = page.locator(".reply .prose").inner_text()
-    assert kept.startswith("A cache")
+    partial = page.locator(".reply .prose").inner_text()
+    assert partial.startswith("A cache")
     page.reload()
     page.locator("#conversations .open").click()
-    expect(page.locator(".reply .prose")).to_have_text(kept)
+    expect(page.locator(".reply .prose")).to_have_text(partial)
 
 
-def test_edits_and_retries_branch_off(page, site):
+def test_edits_and_retries_create_branches(page, site):
     ask(page, "first")
-    act(page, page.locator(".reply"), "Answer again")
-    expect(page.locator(".reply .turns")).to_have_text("2/2")
-    act(page, page.locator(".question"), "Edit and send again")
+    click_action(page, page.locator(".reply"), "Answer again")
+    expect(page.locator(".reply .versions")).to_have_text("2/2")
+    click_action(page, page.locator(".question"), "Edit and send again")
     page.get_by_label("Edit your message").fill("second")
     page.keyboard.press("Enter")
     expect(page.locator(".question .bubble")).to_have_text("second")
-    expect(page.locator(".question .turns")).to_have_text("2/2")
-    assert [body["messages"][-1]["content"] for body in site.asked] == ["first", "first", "second"]
-    act(page, page.locator(".question"), "Earlier version")
+    expect(page.locator(".question .versions")).to_have_text("2/2")
+    assert [body["messages"][-1]["content"] for body in site.received] == ["first", "first", "second"]
+    click_action(page, page.locator(".question"), "Earlier version")
     expect(page.locator(".question .bubble")).to_have_text("first")
-    expect(page.locator(".reply .turns")).to_have_text("2/2")
-    act(page, page.locator(".question"), "Delete from here on")
+    expect(page.locator(".reply .versions")).to_have_text("2/2")
+    click_action(page, page.locator(".question"), "Delete from here on")
     expect(page.locator(".question .bubble")).to_have_text("second")
     page.get_by_role("button", name="Undo").click()
     expect(page.locator(".question .bubble")).to_have_text("first")
 
 
-def test_conversations_are_kept_found_exported_and_imported(page, tmp_path):
+def test_conversations_are_saved_searched_exported_and_imported(page, tmp_path):
     ask(page, "about apples")
     page.click("#new")
     ask(page, "about pears")
@@ -126,7 +126,7 @@ def test_conversations_are_kept_found_exported_and_imported(page, tmp_path):
     page.set_input_files("#import-file", file)
     page.click("#close-settings")
     expect(titles).to_have_count(4)
-    act(page, page.locator("#conversations li").first, "Delete conversation")
+    click_action(page, page.locator("#conversations li").first, "Delete conversation")
     expect(titles).to_have_count(3)
     exported = json.loads(file.read_text())["conversations"]
     assert sorted(one["title"] for one in exported) == ["about apples", "about pears"]
@@ -140,7 +140,7 @@ def test_a_file_that_is_not_an_export_is_refused(page, tmp_path):
     expect(page.locator("#note")).to_have_text("The file holds no conversations exported from this page.")
 
 
-def test_settings_are_sent_and_kept(page, site):
+def test_settings_are_sent_and_saved(page, site):
     page.click("#open-settings")
     expect(page.locator("#model-kv")).to_have_text("k8v4")
     page.fill("#set-system", "Be brief.")
@@ -151,12 +151,12 @@ def test_settings_are_sent_and_kept(page, site):
     page.reload()
     assert page.evaluate("getComputedStyle(document.documentElement).colorScheme") == "dark"
     ask(page, "hello")
-    asked = site.asked[0]
-    assert (asked["temperature"], asked["max_tokens"], "top_p" in asked) == (0.3, 77, False)
-    assert asked["messages"][0] == {"role": "system", "content": "Be brief."}
+    received = site.received[0]
+    assert (received["temperature"], received["max_tokens"], "top_p" in received) == (0.3, 77, False)
+    assert received["messages"][0] == {"role": "system", "content": "Be brief."}
 
 
-def test_the_key_is_asked_for_and_kept(page, site):
+def test_api_key_is_requested_and_saved(page, site):
     site.app.state.key = "right"
     page.reload()
     expect(page.get_by_text("This server asks for an API key")).to_be_visible()
@@ -171,10 +171,10 @@ def test_the_key_is_asked_for_and_kept(page, site):
     assert page.locator("#key-dialog").is_hidden()
 
 
-def test_a_model_that_loads_is_waited_for(page, site):
+def test_page_waits_for_a_loading_model(page, site):
     site.app.state.loading = 2
     ask(page, "wait for it")
-    assert len(site.asked) == 3
+    assert len(site.received) == 3
     expect(page.locator(".reply .level-2").first).to_be_visible()
 
 
@@ -186,18 +186,18 @@ def test_a_model_that_loads_is_waited_for(page, site):
         ("refuse", "The prompt has 200,000 tokens and the context holds 131,072."),
     ],
 )
-def test_failures_are_said_and_can_be_tried_again(page, site, question, problem):
+def test_failures_are_shown_and_can_be_retried(page, site, question, problem):
     ask(page, question)
     expect(page.locator(".problem.failed")).to_contain_text(problem)
-    # there is one way to try again, and nothing to copy of an answer that never began
+    # one retry button, and no copy button for an empty response
     expect(page.get_by_role("button", name="Answer again")).to_be_hidden()
     expect(page.get_by_role("button", name="Copy answer")).to_be_visible(visible=question != "refuse")
     page.get_by_role("button", name="Try again").click()
-    expect(page.locator(".reply .turns")).to_have_text("2/2")
-    assert len(site.asked) == 2
+    expect(page.locator(".reply .versions")).to_have_text("2/2")
+    assert len(site.received) == 2
 
 
-def test_scrolling_up_is_not_undone_while_an_answer_grows(page):
+def test_scroll_position_is_stable_while_streaming(page):
     ask(page, "long")
     ask(page, "slow long", finished=False)
     expect(page.locator(".reply").nth(1).locator(".level-2").first).to_be_visible()
@@ -215,7 +215,7 @@ def test_scrolling_up_is_not_undone_while_an_answer_grows(page):
     assert box.evaluate(at_end)
 
 
-def test_a_phone_shows_everything_within_its_width(browser, site):
+def test_layout_fits_a_phone(browser, site):
     context = browser.new_context(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
     page = context.new_page()
     page.goto(site.url)
@@ -230,20 +230,20 @@ def test_a_phone_shows_everything_within_its_width(browser, site):
     page.click("#menu")
     page.click("#open-settings")
     page.click("#close-settings")
-    # who has chosen the settings is done with the list
+    # opening the settings closes the list
     expect(page.locator("#sidebar")).to_be_hidden()
     expect(page.locator("#menu")).to_be_focused()
     context.close()
 
 
-def test_everything_that_can_be_used_has_a_name(page):
+def test_controls_have_accessible_names(page):
     ask(page, "thought")
     nameless = "all => all.filter(one => !(one.ariaLabel || one.labels?.length || one.textContent.trim())).map(one => one.id)"
     assert page.locator("button, input, textarea").evaluate_all(nameless) == []
     assert page.locator("#status").get_attribute("aria-live") == "polite"
 
 
-def test_the_real_server_answers_the_page(browser):
+def test_page_works_with_the_real_server(browser):
     link = FakeLink("<think>hm</think>**Hi** there")
     with serving(make_app(Service(link), Access(keys=("right",)))) as url:
         page = browser.new_page()

@@ -1,6 +1,6 @@
-"""A Ray of this machine on which an application is deployed as a config file would be, and again whenever a line comes in.
+"""A local Ray on which an application is deployed from a config, and redeployed for each further config.
 
-Run as a program: every line of stdin is such a config as JSON. What replicas run is told once a second, a line of JSON each.
+Run as a program: every line of stdin is a config as JSON. The replica states are printed once a second, as JSON.
 """
 
 import json
@@ -10,10 +10,10 @@ import select
 import sys
 from typing import Any
 
-# read when ray is imported: nothing is reached from other machines
+# read when ray is imported: ray listens on loopback only
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
-TRIES = 5
+ATTEMPTS = 5
 
 
 def main() -> None:
@@ -37,14 +37,14 @@ def main() -> None:
                 started = True
             _get_global_client().deploy_apps(config)
         if started:
-            print(json.dumps(_told(serve)), flush=True)
+            print(json.dumps(_status(serve)), flush=True)
     serve.shutdown()
     ray.shutdown()
 
 
 def _start(ray: Any) -> None:
-    """Start a Ray, again where the machine was too busy for the 30 s that it gives itself."""
-    for left in range(TRIES - 1, -1, -1):
+    """Start Ray, with retries for a machine too busy for Ray's 30 s timeout."""
+    for left in range(ATTEMPTS - 1, -1, -1):
         try:
             ray.init(num_cpus=4, include_dashboard=False, logging_level=logging.WARNING)
             return
@@ -54,7 +54,7 @@ def _start(ray: Any) -> None:
             ray.shutdown()
 
 
-def _told(serve: Any) -> dict[str, Any]:
+def _status(serve: Any) -> dict[str, Any]:
     found = serve.status().applications.get("auraflux")
     if found is None:
         return {"status": "NONE", "Model": {}}

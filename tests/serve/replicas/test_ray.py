@@ -1,4 +1,4 @@
-"""Two replicas on a Ray of this machine: conversations stay where their prefix is, and a killed replica loses nothing."""
+"""Two replicas on a local Ray: prefix affinity, and retries when a replica is killed."""
 
 import asyncio
 import json
@@ -17,14 +17,14 @@ from tests.serve.server import NAME, Process, is_ready, process, running, wait_u
 pytest.importorskip("ray", reason="replicas need ray: pip install 'auraflux[ray]'")
 pytestmark = pytest.mark.slow
 
-# nothing that differs between the command and a server in this process
-OPTIONS = ("--name", NAME, "--parallel", "4", "--context", "512", "--exact", "--calibrate", "off")
-CONVERSATIONS, TURNS = 6, 3
+# options that match the in-process server
+OPTIONS = ("--name", NAME, "--max-sequences", "4", "--context", "512", "--exact", "--calibrate", "off")
+CONVERSATIONS, MESSAGES = 6, 3
 STARTED_S = 400.0  # a Ray and two models on a busy machine
 
 
 def replicas() -> list[int]:
-    """The processes of replicas, without the door."""
+    """Return the processes of replicas, without the router."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -36,7 +36,7 @@ def replicas() -> list[int]:
 
 
 def counted(served: Process, name: str) -> dict[str, float]:
-    """A figure of every replica."""
+    """Return a metric of every replica."""
     answer = httpx.get(f"{served.url}/metrics", timeout=30)
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == CONTENT_TYPE
@@ -45,8 +45,8 @@ def counted(served: Process, name: str) -> dict[str, float]:
 
 
 def both_answer(served: Process) -> bool:
-    figures = httpx.get(f"{served.url}/metrics", timeout=30)
-    return figures.status_code == 200 and figures.text.count("auraflux:num_requests_running{") == 2
+    metrics = httpx.get(f"{served.url}/metrics", timeout=30)
+    return metrics.status_code == 200 and metrics.text.count("auraflux:num_requests_running{") == 2
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +56,18 @@ def served() -> Iterator[Process]:
         assert made.popen.poll() is None, made.log
         wait_until(lambda: both_answer(made), STARTED_S)
         yield made
-        made.tell(signal.SIGTERM)
+        made.signal(signal.SIGTERM)
         assert made.popen.wait(120) == 0, made.log
         wait_until(lambda: not replicas())
 
 
 def talk(url: str, number: int) -> list[int]:
-    """Talk for a few turns: how many tokens of each prompt were found in the cache."""
+    """Run a short conversation and return the cached tokens of each prompt."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"{number} tell me something about the sky"}]
     found = []
-    for _ in range(TURNS):
-        asked = {"messages": messages, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=120)
+    for _ in range(MESSAGES):
+        request = {"messages": messages, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=request, timeout=120)
         assert answer.status_code == 200, answer.text
         body = answer.json()
         found.append(body["usage"]["prompt_tokens_details"]["cached_tokens"])
@@ -75,20 +75,20 @@ def talk(url: str, number: int) -> list[int]:
     return found
 
 
-def test_conversations_stay_where_their_prefix_is(served: Process):
+def test_conversation_stays_on_one_replica(served: Process):
     before = counted(served, "prefix_cache_queries_total")
     found = [talk(served.url, number) for number in range(CONVERSATIONS)]
     after = counted(served, "prefix_cache_queries_total")
     assert all(after[name] > before[name] for name in after), "one replica answered all"
     with running(calibrate="off") as one:
         alone = [talk(one.url, number) for number in range(CONVERSATIONS)]
-    # a beginning that all share is found once more on the second replica
-    assert [turns[1:] for turns in found] == [turns[1:] for turns in alone]
-    assert all(turns[-1] > 0 for turns in found)
+    # the second replica prefills the shared prefix once more
+    assert [tokens[1:] for tokens in found] == [tokens[1:] for tokens in alone]
+    assert all(tokens[-1] > 0 for tokens in found)
 
 
-def test_nothing_listens_on_other_addresses(served: Process):
-    """What this machine's Ray has opened is on loopback: its processes have no other listening socket."""
+def test_all_ports_are_on_loopback(served: Process):
+    """Check that all listening sockets of Ray's processes are on loopback."""
     ours = {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _of_ray(entry)}
     sockets = {os.readlink(fd) for number in ours for fd in _files(number) if os.path.islink(fd)}
     listening = []
@@ -118,46 +118,46 @@ def _files(number: int) -> list[str]:
 
 
 async def ask(client: httpx.AsyncClient, url: str, number: int) -> str:
-    """Ask for a long answer: how it ended."""
-    asked = {"messages": [{"role": "user", "content": f"{number} hello"}], "max_tokens": 150, "ignore_eos": True}
+    """Request a long answer and return how it ended."""
+    body = {"messages": [{"role": "user", "content": f"{number} hello"}], "max_tokens": 150, "ignore_eos": True}
     if number % 2:
-        answer = await client.post(f"{url}/v1/chat/completions", json=asked)
+        answer = await client.post(f"{url}/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 150
-        return "whole"
+        return "complete"
     tokens = 0
-    async with client.stream("POST", f"{url}/v1/chat/completions", json={**asked, "stream": True}) as stream:
+    async with client.stream("POST", f"{url}/v1/chat/completions", json={**body, "stream": True}) as stream:
         assert stream.status_code == 200
         async for line in stream.aiter_lines():
             if line == "data: [DONE]":
-                return "whole"
+                return "complete"
             if line.startswith("data: "):
-                told = json.loads(line[6:])
-                if "error" in told:
-                    assert told["error"]["code"] == "replica_gone"
+                event = json.loads(line[6:])
+                if "error" in event:
+                    assert event["error"]["code"] == "replica_gone"
                     assert tokens > 0, "nothing had been sent, so another replica could have answered"
-                    return "told"
-                tokens += "content" in told["choices"][0]["delta"] and told["choices"][0]["delta"].get("role") is None
+                    return "error"
+                tokens += "content" in event["choices"][0]["delta"] and event["choices"][0]["delta"].get("role") is None
     raise AssertionError("a stream ended without its end")
 
 
-def test_a_killed_replica_loses_no_request_that_was_not_begun(served: Process):
+def test_killed_replica_requests_are_retried(served: Process):
     async def run() -> list[str]:
         async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=40)) as client:
-            asking = [asyncio.ensure_future(ask(client, served.url, number)) for number in range(24)]
+            pending = [asyncio.ensure_future(ask(client, served.url, number)) for number in range(24)]
             await asyncio.sleep(1.0)
             os.kill(replicas()[0], signal.SIGKILL)
-            return await asyncio.gather(*asking)
+            return await asyncio.gather(*pending)
 
     wait_until(lambda: both_answer(served), STARTED_S)
     ended = asyncio.run(run())
-    assert set(ended) <= {"whole", "told"}
-    assert "a replica is gone" in served.log
-    # and another one takes its place
+    assert set(ended) <= {"complete", "error"}
+    assert "a replica was lost" in served.log
+    # another replica replaces it
     wait_until(lambda: both_answer(served), STARTED_S)
 
 
-def test_a_replica_whose_model_dies_is_replaced(served: Process):
+def test_replica_with_a_dead_model_is_replaced(served: Process):
     wait_until(lambda: both_answer(served), STARTED_S)
     parent = replicas()[0]
     models = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _parent(entry) == parent]
@@ -176,7 +176,7 @@ def _parent(entry: Path) -> int | None:
         return None
 
 
-def test_what_is_asked_wrongly_is_refused_as_one_server_does(served: Process):
+def test_invalid_requests_are_refused(served: Process):
     url = served.url
     assert httpx.post(f"{url}/v1/chat/completions", content=b"{").json()["error"]["code"] == "invalid_json"
     assert httpx.post(f"{url}/v1/completions", json={"prompt": "a", "model": "other"}).status_code == 404

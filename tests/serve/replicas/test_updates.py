@@ -1,4 +1,4 @@
-"""Replicas that come and go: as many as requests ask for, and one after another when the config changes."""
+"""Autoscaling and rolling updates of replicas."""
 
 import json
 import subprocess
@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.run.ranks.together import free_port
-from tests.run.tiny import tiny
+from tests.distributed.threaded_ranks import free_port
+from tests.engine.tiny import tiny
 from tests.serve.server import NAME, is_ready, wait_until
 
 pytest.importorskip("ray", reason="replicas need ray: pip install 'auraflux[ray]'")
@@ -26,19 +26,19 @@ ARGS: dict[str, Any] = {"model": str(tiny()), "name": NAME, "context": 512, "cal
 
 
 class Deployed:
-    """An application on a Ray of its own.
+    """An application on a separate Ray.
 
-    told  what was said of its replicas, once a second
+    statuses  of its replicas, one per second
     """
 
     def __init__(self, popen: "subprocess.Popen[str]", port: int):
-        self.popen, self.port, self.told = popen, port, []
+        self.popen, self.port, self.statuses = popen, port, []
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
         for line in self.popen.stdout or ():
             if line.startswith("{"):
-                self.told.append(json.loads(line))
+                self.statuses.append(json.loads(line))
 
     @property
     def url(self) -> str:
@@ -63,8 +63,8 @@ class Deployed:
 
     @property
     def running(self) -> int:
-        """Replicas that answer, as was said last."""
-        return self.told[-1].get("Model", {}).get("RUNNING", 0) if self.told else 0
+        """Running replicas, as of the last status."""
+        return self.statuses[-1].get("Model", {}).get("RUNNING", 0) if self.statuses else 0
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def deployed() -> Iterator[Deployed]:
             popen.kill()
 
 
-def test_as_many_replicas_as_requests_ask_for():
+def test_autoscaling():
     scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2, "look_back_period_s": 5}
     scaling |= {"upscale_delay_s": 2, "downscale_delay_s": 5, "metrics_interval_s": 1}
     with deployed() as served:
@@ -93,15 +93,15 @@ def test_as_many_replicas_as_requests_ask_for():
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as load:
             wait_until(lambda: served.running == 2 or load.poll() is not None, STARTED_S)
             assert served.running == 2, "the load ended before another replica was there"
-            said, _ = load.communicate(timeout=STARTED_S)
+            output, _ = load.communicate(timeout=STARTED_S)
         assert load.returncode == 0
-        assert json.loads(said)
-        wait_until(lambda: served.running == 1 and served.told[-1]["Model"] == {"RUNNING": 1}, STARTED_S)
+        assert json.loads(output)
+        wait_until(lambda: served.running == 1 and served.statuses[-1]["Model"] == {"RUNNING": 1}, STARTED_S)
         assert is_ready(served.url)
 
 
 class Client:
-    """Asks for one answer after another, every other one as a stream, until told to stop."""
+    """Client that sends one request after another, every other one streamed, until it is stopped."""
 
     def __init__(self, url: str, number: int):
         self.url, self.number, self.answers, self.failures = url, number, 0, list[str]()
@@ -113,16 +113,16 @@ class Client:
         with httpx.Client(timeout=STARTED_S) as client:
             while not self.stopped.is_set():
                 try:
-                    self._ask(client, self.answers % 2 == 0)
+                    self._send(client, self.answers % 2 == 0)
                     self.answers += 1
                 except (AssertionError, httpx.HTTPError) as err:
                     self.failures.append(f"{type(err).__name__}: {err}")
                     return
 
-    def _ask(self, client: httpx.Client, streamed: bool) -> None:
+    def _send(self, client: httpx.Client, streamed: bool) -> None:
         messages = [{"role": "user", "content": f"{self.number} hello {self.answers}"}]
-        asked = {"messages": messages, "max_tokens": 60, "ignore_eos": True, "stream": streamed}
-        answer = client.post(f"{self.url}/v1/chat/completions", json=asked)
+        body = {"messages": messages, "max_tokens": 60, "ignore_eos": True, "stream": streamed}
+        answer = client.post(f"{self.url}/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
         if streamed:
             assert answer.text.rstrip().endswith("data: [DONE]"), answer.text[-300:]
@@ -131,7 +131,7 @@ class Client:
             assert answer.json()["usage"]["completion_tokens"] == 60
 
 
-def test_a_changed_config_loses_no_request():
+def test_rolling_update_loses_no_request():
     with deployed() as served:
         served.deploy({**ARGS, "parallel": 4, "replicas": "2"})
         wait_until(lambda: is_ready(served.url) and served.running == 2, STARTED_S)
@@ -139,8 +139,8 @@ def test_a_changed_config_loses_no_request():
         clients = [Client(served.url, number) for number in range(4)]
         time.sleep(3)
         served.deploy({**ARGS, "parallel": 4, "replicas": "2", "context": 400})
-        wait_until(lambda: any(told["status"] == "DEPLOYING" for told in served.told[-30:]), STARTED_S)
-        wait_until(lambda: served.told[-1]["status"] == "RUNNING" and served.running == 2, STARTED_S)
+        wait_until(lambda: any(status["status"] == "DEPLOYING" for status in served.statuses[-30:]), STARTED_S)
+        wait_until(lambda: served.statuses[-1]["status"] == "RUNNING" and served.running == 2, STARTED_S)
         wait_until(lambda: _context(served.url) == 400, STARTED_S)
         time.sleep(3)
         for client in clients:

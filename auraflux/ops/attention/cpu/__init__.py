@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.attention import reference
-from auraflux.ops.attention.cpu.append import append_rows
-from auraflux.ops.attention.cpu.choice import choose_positions
-from auraflux.ops.attention.cpu.decode_tiles import number_of
-from auraflux.ops.attention.cpu.jobs import PRODUCTS_PARALLEL, Batch, run
+from auraflux.ops.attention.cpu.dtypes import number_of
 from auraflux.ops.attention.cpu.mla_products import HeadProducts
-from auraflux.ops.attention.cpu.page_index import EVERYTHING, count_pairs, index_of
+from auraflux.ops.attention.cpu.page_index import NO_WINDOW, append_rows, count_pairs, index_of
 from auraflux.ops.attention.cpu.routes import ATTENTION, HEAD_PRODUCTS, Attend, Launch, panels
+from auraflux.ops.attention.cpu.token_selection import choose_positions
+from auraflux.ops.attention.cpu.work_items import PRODUCTS_PARALLEL, Batch, run
 from auraflux.ops.attention.pages import KVPages, LatentPages, Pages, RowPages
 from auraflux.ops.norm.cpu import rms_norm
 from auraflux.ops.rope.cpu import rope
@@ -56,7 +55,7 @@ def _attend(
 ) -> Tensor:
     """Attend with float32 queries; with q2 the two pools together are the key, and the first the value.
 
-    With `ends` the largest scores and the sums of weights go there, and what is returned is not divided by the latter.
+    With `ends` the largest scores and the sums of weights go there, and the result is not divided by the latter.
     """
     (tokens, heads, width), (a, b) = q.shape, pools
     width2 = 0 if q2 is None else q2.shape[2]
@@ -68,7 +67,7 @@ def _attend(
         *(q.data_ptr(), 0 if q2 is None else q2.data_ptr(), width, width2, heads),
         *(a.data_ptr(), b.data_ptr(), width, b.shape[-1], key_heads, number_of(a.dtype)),
         *index_of(pages, starts),
-        reach=EVERYTHING if reach is None else reach,
+        reach=NO_WINDOW if reach is None else reach,
         sinks=0 if sinks is None else sinks.data_ptr(),
         out=out.data_ptr(),
         peaks=peaks,
@@ -92,7 +91,7 @@ def attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    launches = ATTENTION(_asked(q, pages, window))
+    launches = ATTENTION(_attend_call(q, pages, window))
     if not launches:
         count_pairs(pages, starts, q.shape[0], 0)
         return q.new_zeros(*q.shape[:2], pages.v.shape[3])
@@ -100,7 +99,7 @@ def attention(
     return like(_attend(launches, as_float(q), None, (pages.k, pages.v), pages, starts, scale, reach, sinks, softcap), q)
 
 
-def _asked(q: Tensor, pages: KVPages, window: int | None) -> Attend:
+def _attend_call(q: Tensor, pages: KVPages, window: int | None) -> Attend:
     (tokens, heads, width), k = q.shape, pages.k
     return Attend(tokens, heads // k.shape[1], (width, pages.v.shape[3]), k.dtype, window)
 
@@ -114,7 +113,7 @@ def attention_partials(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    launches = ATTENTION(_asked(q, pages, window))
+    launches = ATTENTION(_attend_call(q, pages, window))
     rows, width = q.shape[0] * q.shape[1], pages.v.shape[3]
     if not launches:
         count_pairs(pages, starts, q.shape[0], 0)

@@ -1,8 +1,8 @@
 """Attention of one query per sequence: the query heads that share a key head go over its keys together.
 
 An item of work is one key head over a run of parts. Positions come in blocks of BLOCK: score them, update the running maximum,
-turn scores into weights, add the weighted values. What is needed next is already being fetched meanwhile: while keys are scored
-the later ones and then their values, while these are added the later ones and then the next block's keys. Sums are those of
+convert scores to weights, add the weighted values. Scoring keys prefetches the later
+keys and then their values; adding values prefetches the later ones and then the next block's keys. Sums are those of
 `row_tiles`, bit by bit; only keys and values are read where they lie.
 """
 
@@ -11,9 +11,10 @@ from functools import cache
 import numpy as np
 import torch
 
-from auraflux.ops.attention.cpu.decode_scores import score_block
-from auraflux.ops.attention.cpu.decode_tiles import IN_TURNS, LANES, element_of, size_of, value_block
-from auraflux.ops.attention.cpu.jobs import (
+from auraflux.ops.attention.cpu.decode_tiles import UNROLLED, score_block, value_block
+from auraflux.ops.attention.cpu.dtypes import LANES, element_of, size_of
+from auraflux.ops.attention.cpu.row_tiles import BLOCK, KEYS, cap_row, weigh_row
+from auraflux.ops.attention.cpu.work_items import (
     end_part,
     ends_of,
     finish,
@@ -24,20 +25,19 @@ from auraflux.ops.attention.cpu.jobs import (
     span,
     take,
 )
-from auraflux.ops.attention.cpu.row_tiles import BLOCK, KEYS, cap_row, weigh_row
-from auraflux.ops.simd.jit import Kernel, floats, int32s, int64s, jit, real
+from auraflux.ops.simd.jit import Kernel, floats, int32s, int64s, jit
 from auraflux.ops.simd.softmax import NOTHING, ZERO, fill
 
 ONE = np.float32(1)
-# positions by which what is asked for is ahead. Two Neoverse-N1 cores need 3.6 ms for 8192 tokens in float32 with 16, 3.7 with
+# positions by which prefetching is ahead. Two Neoverse-N1 cores need 3.6 ms for 8192 tokens in float32 with 16, 3.7 with
 # 32, 4.2 with 64: keys and values drive each other out of the nearest cache
-NEAR = BLOCK // 4 if IN_TURNS else BLOCK
-WIDE = 4  # vectors of a sum that are kept in registers together
+NEAR = BLOCK // 4 if UNROLLED else BLOCK
+WIDE = 4  # vectors of a sum that stay in registers together
 
 
 @jit
 def head_slots(heads):
-    """Heads come in fours, twos and ones; three are padded to four."""
+    """Return the heads that tiles of four, two and one compute: three are padded to four."""
     return heads + 1 if heads % 4 == 3 else heads
 
 
@@ -48,7 +48,7 @@ def _vectors(width):
 
 @cache
 def decode_scratch(heads: int, width: int, value_width: int) -> int:
-    """How many floats `decode` needs to work in."""
+    """Return the floats of scratch memory that `decode` needs."""
     vectors = KEYS * _vectors(width) + _vectors(value_width)
     return head_slots(heads) * (vectors * LANES + BLOCK + 3) + 8 * BLOCK
 
@@ -70,9 +70,9 @@ def _spread_query(source_at, width, scale, target_at):
 
 @jit
 def _locate(pages, first, offset, count, k, key_nbytes, v, value_nbytes, target):
-    """Addresses of the keys and values of `count` positions from `first` on, `offset` into their block.
+    """List the addresses of keys and values of `count` positions from `first` on, `offset` into their block.
 
-    Those before repeat the first, those after the last.
+    Entries before repeat the first, those after the last.
     """
     table, size, heads, head = pages
     keys, values = int64s(target, BLOCK), int64s(target + 8 * BLOCK, BLOCK)
@@ -100,15 +100,15 @@ def _steps(heads):
         score_block(like, (heads, q, step, keys, batches, vectors, width - LANES, scores, line, ahead, nbytes))
 
     @jit
-    def add(like, weights, values, width, count, sums, keeps, ahead, nbytes):
+    def add(like, weights, values, width, count, sums, rescales, ahead, nbytes):
         vectors, last = _vectors(width), width - LANES
         whole = vectors - vectors % WIDE
         step, line = 4 * vectors * LANES, 4 * BLOCK
         for first in range(0, whole, WIDE):
-            soon, rows = (0, ahead + 8 * (NEAR * first // whole)) if IN_TURNS else (nbytes if first == 0 else 0, ahead)
-            value_block(like, (heads, WIDE, weights, line, values, count, first, last, sums, step, keeps, rows, soon))
+            soon, rows = (0, ahead + 8 * (NEAR * first // whole)) if UNROLLED else (nbytes if first == 0 else 0, ahead)
+            value_block(like, (heads, WIDE, weights, line, values, count, first, last, sums, step, rescales, rows, soon))
         for first in range(whole, vectors):
-            value_block(like, (heads, 1, weights, line, values, count, first, last, sums, step, keeps, ahead, 0))
+            value_block(like, (heads, 1, weights, line, values, count, first, last, sums, step, rescales, ahead, 0))
 
     return score, add
 
@@ -120,7 +120,7 @@ _score_one, _add_one = _steps(1)
 
 @jit
 def _score(like, heads, q, width, keys, batches, scores, ahead, nbytes):
-    """Score all heads; the first pass asks for what is needed next."""
+    """Score all heads; the first pass prefetches the next rows."""
     step, line, h = 4 * KEYS * _vectors(width) * LANES, 4 * BLOCK, 0
     while h + 4 <= heads:
         _score_four(like, q + h * step, width, keys, batches, scores + h * line, ahead, nbytes)
@@ -133,21 +133,21 @@ def _score(like, heads, q, width, keys, batches, scores, ahead, nbytes):
 
 
 @jit
-def _add(like, heads, weights, values, width, count, sums, keeps, ahead, nbytes):
-    """Add weighted values to the sums of all heads; the first pass asks for what is needed next."""
+def _add(like, heads, weights, values, width, count, sums, rescales, ahead, nbytes):
+    """Add weighted values to the sums of all heads; the first pass prefetches the next rows."""
     step, line, h = 4 * _vectors(width) * LANES, 4 * BLOCK, 0
     while h + 4 <= heads:
-        _add_four(like, weights + h * line, values, width, count, sums + h * step, keeps + 4 * h, ahead, nbytes)
+        _add_four(like, weights + h * line, values, width, count, sums + h * step, rescales + 4 * h, ahead, nbytes)
         nbytes, h = 0, h + 4
     if h + 2 <= heads:
-        _add_two(like, weights + h * line, values, width, count, sums + h * step, keeps + 4 * h, ahead, nbytes)
+        _add_two(like, weights + h * line, values, width, count, sums + h * step, rescales + 4 * h, ahead, nbytes)
         nbytes, h = 0, h + 2
     if h < heads:
-        _add_one(like, weights + h * line, values, width, count, sums + h * step, keeps + 4 * h, ahead, nbytes)
+        _add_one(like, weights + h * line, values, width, count, sums + h * step, rescales + 4 * h, ahead, nbytes)
 
 
 @jit
-def _hand_over(heads, width, sums, state_at, slot):
+def _store_rows(heads, width, sums, state_at, slot):
     whole = (_vectors(width) - 1) * LANES
     state, ends = floats(state_at, 2 * heads), floats(slot + 4 * heads * width, 2 * heads)
     for h in range(heads):
@@ -160,17 +160,18 @@ def _hand_over(heads, width, sums, state_at, slot):
 
 
 @jit
-def _decode(like, heads, pages, k, v, width, value_width, first, last, beyond, softcap, slot, work):
-    """Attend over positions [first, last) of a part; the next one, which ends at `beyond`, is asked for.
+def _decode(like, batch, heads, pages, first, last, beyond, slot, work):
+    """Attend to positions [first, last) of a part; prefetch the next part, which ends at `beyond`.
 
     slot  [heads, value_width]  sums, then the maxima, then the sums of weights
     """
-    slots, line = head_slots(heads), 4 * BLOCK
+    slots, line, softcap = head_slots(heads), 4 * BLOCK, batch.softcap
+    k, v, width, value_width = batch.a, batch.b, batch.width, batch.value_width
     key_nbytes, value_nbytes = width * size_of(like), value_width * size_of(like)
     # addresses of a block's keys and values, then the next block's
     here, there = work, work + 16 * BLOCK
     queries = there + 16 * BLOCK
-    sums, keeps, state = _places(slots, width, value_width, queries)
+    sums, rescales, state = _places(slots, width, value_width, queries)
     scores = sums + 4 * slots * _vectors(value_width) * LANES
     fill(sums, slots * _vectors(value_width) * LANES, ZERO)
     for h in range(slots):
@@ -183,11 +184,11 @@ def _decode(like, heads, pages, k, v, width, value_width, first, last, beyond, s
         values, batches = here + 8 * BLOCK, (offset + count + LANES - 1) // LANES
         _score(like, slots, queries, width, here, batches, scores, here + 8 * NEAR, value_nbytes)
         for h in range(slots):
-            row, keep = scores + h * line, keeps + 4 * h
-            floats(keep, 1)[0] = ONE
+            row, rescale = scores + h * line, rescales + 4 * h
+            floats(rescale, 1)[0] = ONE
             if softcap > ZERO:
                 cap_row((row, ZERO, softcap))
-            weigh_row((row, offset, offset + count, offset, offset + count, ZERO, ZERO, state + 8 * h, keep))
+            weigh_row((row, offset, offset + count, offset, offset + count, ZERO, ZERO, state + 8 * h, rescale))
         if rest > 0:
             _locate(pages, origin + BLOCK, 0, rest, k, key_nbytes, v, value_nbytes, there)
         soon = key_nbytes if rest > 0 else 0
@@ -195,18 +196,18 @@ def _decode(like, heads, pages, k, v, width, value_width, first, last, beyond, s
             low, high = max(offset, near), min(offset + count, near + NEAR)
             ahead = values + 8 * (near + NEAR) if near + NEAR < BLOCK else there
             if low < high:
-                _add(like, slots, scores + 4 * low, values + 8 * low, value_width, high - low, sums, keeps, ahead, soon)
-                fill(keeps, slots, ONE)
+                _add(like, slots, scores + 4 * low, values + 8 * low, value_width, high - low, sums, rescales, ahead, soon)
+                fill(rescales, slots, ONE)
         here, there = there, here
-    _hand_over(heads, value_width, sums, state, slot)
+    _store_rows(heads, value_width, sums, state, slot)
 
 
 @jit
 def _places(slots, width, value_width, queries):
-    """Where sums, factors and states are."""
+    """Return the addresses of sums, factors and states."""
     sums = queries + 4 * KEYS * slots * _vectors(width) * LANES
-    keeps = sums + 4 * slots * (_vectors(value_width) * LANES + BLOCK)
-    return sums, keeps, keeps + 4 * slots
+    rescales = sums + 4 * slots * (_vectors(value_width) * LANES + BLOCK)
+    return sums, rescales, rescales + 4 * slots
 
 
 @cache
@@ -223,7 +224,7 @@ def decode_kernel(dtype: torch.dtype) -> Kernel:
             q = batch.q + 4 * (where.start * batch.heads + item.head * plan.rows) * batch.width
             pages = batch.table + 4 * item.sequence * batch.table_width, batch.page, batch.key_heads, item.head
             work = plan.space + job * plan.nbytes
-            _begin(q, plan.rows, batch.width, real(batch.scale), work + 32 * BLOCK)
+            _begin(q, plan.rows, batch.width, batch.scale, work + 32 * BLOCK)
             open_rows(batch, plan, item, where, job)
             for part in range(where.begin, where.stop):
                 first, last = ends_of(where, part)
@@ -232,8 +233,7 @@ def decode_kernel(dtype: torch.dtype) -> Kernel:
                     continue
                 slot = slot_of(batch, plan, item, where, part)
                 beyond = ends_of(where, part + 1)[1] if part + 1 < where.stop else last
-                cache = pages, batch.a, batch.b, batch.width, batch.value_width, first, last, beyond
-                _decode(like, plan.rows, *cache, real(batch.softcap), slot, work)
+                _decode(like, batch, plan.rows, pages, first, last, beyond, slot, work)
                 end_part(batch, plan, item, where, job, slot)
             finish(batch, plan, item, where, job)
             item = take(batch, plan, job, item.sequence)

@@ -13,17 +13,7 @@ import torch
 from numba.core import cgutils
 from torch import Tensor
 
-from auraflux.ops.attention.cpu.decode_tiles import (
-    LANES,
-    SIZES,
-    element_of,
-    number_of,
-    raw_bits,
-    size_of,
-    typed,
-    widen,
-    widen_row,
-)
+from auraflux.ops.attention.cpu.dtypes import LANES, SIZES, element_of, number_of, raw_bits, size_of, typed, widen, widen_row
 from auraflux.ops.attention.cpu.row_blocks import copy_row
 from auraflux.ops.attention.cpu.row_tiles import add_values
 from auraflux.ops.linear.cpu.dense import TILE_SPACE, multiply_floats
@@ -54,7 +44,7 @@ def _unpack_chunks(b, element, bits, codes, scales, biases, chunks, per_group, t
 
 
 def _codes(b, bits, words, first):
-    """LANES codes of a chunk, from `first` on."""
+    """Return LANES codes of a chunk, from `first` on."""
     bit = [bits * (first + lane) for lane in range(LANES)]
     shift = ISA.ints([n % 32 for n in bit])
     found = pick(b, words, words, [n // 32 for n in bit])
@@ -80,7 +70,7 @@ def _room(width):
 
 @jit
 def _scratch(tokens, used, width):
-    """Bytes that a job works in: rows of a weight, sums of all tokens, factors, and a tile's."""
+    """Return the scratch bytes of a thread: rows of a weight, sums of all tokens, factors, and a tile."""
     rows = used if tokens > FEW else SOME
     return (4 * _room(width) * (rows + tokens) + 4 * tokens + TILE_SPACE + 2 * LINE) // LINE * LINE
 
@@ -158,7 +148,7 @@ class HeadProducts(NamedTuple):
 
 
 def misplaced(weight: QTensor) -> str | None:
-    """Why no kernel reads a weight."""
+    """Return why no kernel reads a weight, or None."""
     if weight.lanes == 1 and weight.biases is not None and weight.in_mlx:
         return None
     order = f"{weight.lanes} rows side by side" if weight.lanes > 1 else "rows one by one"
@@ -166,7 +156,7 @@ def misplaced(weight: QTensor) -> str | None:
 
 
 def _form(weight: QTensor) -> tuple[int, int, torch.dtype]:
-    """What the kernels for a weight are built from."""
+    """Return the constants that the kernels of a weight are built from."""
     return weight.bits, weight.group, weight.scales.dtype
 
 

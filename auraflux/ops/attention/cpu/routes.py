@@ -1,9 +1,9 @@
-"""Which kernels attend on a CPU: the first way below that does not refuse.
+"""The kernels that attend on a CPU: the first way below that does not refuse.
 
-A sequence with one new token reads its keys straight from the cache (`decode.py`); one with more gathers them into blocks,
-which all its queries then meet (`prefill_rows.py`), with the same sums. What the tokens of a call belong to is known only to
-the kernels: where there may be both kinds of sequences, both kernels are launched, each for its own. Latents are met by panels
-of queries (`prefill.py`), however many there are.
+A sequence with one new token reads its keys straight from the cache (`decode`); one with more gathers them into blocks,
+which all its queries then share (`prefill`), with the same sums. What the tokens of a call belong to is known only to
+the kernels: where there may be both kinds of sequences, both kernels are launched, each for its own. Latents go through panels
+of queries (`mla_panels`), however many there are.
 
 For the two halves of `kv_b_proj` a table of their own: rows of codes, or of a dense weight.
 """
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from auraflux.ops.attention.cpu import mla_products
 from auraflux.ops.attention.cpu.decode import decode_kernel, decode_scratch
-from auraflux.ops.attention.cpu.decode_tiles import LANES
+from auraflux.ops.attention.cpu.dtypes import LANES
+from auraflux.ops.attention.cpu.mla_panels import ROWS, attend_panels, panel_scratch
 from auraflux.ops.attention.cpu.mla_products import HeadProducts, misplaced
-from auraflux.ops.attention.cpu.prefill import ROWS, attend_panels, panel_scratch
-from auraflux.ops.attention.cpu.prefill_rows import attend_rows, prefill_scratch
+from auraflux.ops.attention.cpu.prefill import attend_rows, prefill_scratch
 from auraflux.ops.routes import Route, Routes
 from auraflux.ops.simd.jit import Kernel
 from auraflux.quant import QTensor
@@ -27,7 +27,7 @@ MANY_HEADS = 32  # that share a key repay gathering it
 
 
 class Attend(NamedTuple):
-    """What the choice depends on.
+    """Arguments that decide the route.
 
     tokens  new ones, of all sequences
     group   query heads that share a key
@@ -44,7 +44,7 @@ class Attend(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel for the sequences with so many new tokens; it takes `rows` queries of a key head at a time."""
+    """A kernel for the sequences with a range of new tokens; it processes `rows` queries of a key head at a time."""
 
     kernel: Kernel
     rows: int
@@ -54,7 +54,7 @@ class Launch(NamedTuple):
 
 
 def panels(tokens: int, widths: tuple[int, int], joined: bool) -> Launch:
-    """Latents gathered into panels; `joined`: there are rotated keys, the other part of the same vector."""
+    """Return the launch for latents, gathered into panels; `joined`: RoPE keys are the other part of the same vector."""
     return Launch(attend_panels, ROWS, 1, tokens, panel_scratch(*widths, int(joined)))
 
 
@@ -71,7 +71,7 @@ def _refuses_nothing_seen(call: Attend) -> str | None:
 
 
 def _refuses_both(call: Attend) -> str | None:
-    """Why a sequence's single new token does not read keys from the cache."""
+    """Return why a sequence's single new token does not read keys from the cache, or None."""
     if min(call.widths) < LANES:
         return f"keys of {call.widths[0]} and values of {call.widths[1]}; it is for {LANES} and more"
     if call.widths[0] % 4:

@@ -1,15 +1,14 @@
-"""The inner loops of attention in float32, as LLVM IR: rows of queries meet a block of keys, then its values.
+"""The inner loops of attention in float32, as LLVM IR: rows of queries times a block of keys, then its values.
 
-A row's numbers do not depend on the rows beside it, nor on who lays its keys out, so one query alone and many together give
-the same bits. A score is summed in four chains, of coordinates four apart, which are then added in pairs: a vector holds four
-coordinates of each of KEYS keys. Weights are summed in as many chains as a vector has lanes. Values are added one position
-after the other.
+A row's numbers do not depend on the other rows of its tile, so one query alone and many together give the same bits. A score is
+summed in four chains, of every fourth coordinate, which are then added in pairs: a vector holds four coordinates of each of
+KEYS keys. Weights are summed in as many chains as a vector has lanes. Values are added one position after the other.
 """
 
 from numba.core import cgutils
 
-from auraflux.ops.attention.cpu.decode_tiles import BYTES, LANES
-from auraflux.ops.attention.cpu.prefill_tiles import _exp, _larger
+from auraflux.ops.attention.cpu.dtypes import BYTES, LANES
+from auraflux.ops.attention.cpu.panel_tiles import _exp, _larger
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import jit
 from auraflux.ops.simd.softmax import SMALL, T0, T1, T2, T3, T4
@@ -17,17 +16,17 @@ from auraflux.ops.simd.vectors import F32, I32, at, fma, kernel, load, pick, spl
 from auraflux.ops.simd.vectors import _add_neighbours as add_neighbours
 
 BLOCK = 64  # positions whose weights are made together; blocks begin at multiples of it
-PART = 512  # positions that are summed up apart from others, and then joined in their order; parts begin at multiples of it
-LOOPED = BLOCK // LANES > 8  # whether a block has more vectors than registers can hold
+PART = 512  # positions summed separately and then merged in order; parts begin at multiples of it
+LOOPED = BLOCK // LANES > 8  # a block has more vectors than registers can hold
 KEYS = LANES // 4
 TALL = 3 if LANES == 8 else 6  # rows of a tile, whose sums stay in registers
-ODD = 3 if LANES == 4 else 0  # rows of a tile for an odd number, which one and two rows apart would wait for longer; 0 for none
+ODD = 3 if LANES == 4 else 0  # rows of a tile for an odd number: faster than a tile of one row and one of two; 0 for none
 WIDE = 2 if LANES == 8 else 4  # vectors of a value
 COLUMN = WIDE * BYTES
 
 
 def quarters(b, rows):
-    """KEYS vectors of a key each -> KEYS vectors of four coordinates of every key."""
+    """Transpose KEYS vectors of a key each into KEYS vectors of four coordinates of every key."""
     if KEYS == 1:
         return rows
 
@@ -47,7 +46,7 @@ def four_chains(b, sums):
 
 @kernel(constants=0)
 def lay_quarters(b, keys, step, batches, target):
-    """Lay rows of keys, `step` bytes apart, out as `score_tile` takes them; a batch is LANES keys."""
+    """Lay rows of keys with a stride of `step` bytes out as `score_tile` takes them; a batch is LANES keys."""
     with cgutils.for_range(b, batches) as batch:
         first = b.mul(batch.index, b.mul(step, at(LANES)))
         source, here = b.add(keys, first), b.add(target, first)
@@ -93,13 +92,13 @@ def score_tile(b, rows, q, q_step, keys, step, batches, out, out_step):
 
 
 @kernel(constants=2)
-def value_tile(b, rows, wide, weights, weight_step, values, step, count, sums, sum_step, keeps):
-    """Scale `wide` vectors of the sums of `rows` rows by their `keeps`, and add those of `count` values by their weights."""
+def value_tile(b, rows, wide, weights, weight_step, values, step, count, sums, sum_step, rescales):
+    """Scale `wide` vectors of the sums of `rows` rows by their `rescales`, and add those of `count` values by their weights."""
     slots = {(r, v): b.add(b.mul(sum_step, at(r)), at(BYTES * v)) for r in range(rows) for v in range(wide)}
     totals = {}
     for (r, v), slot in slots.items():
-        keep = spread(b, load(b, keeps, 4 * r, F32), LANES)
-        totals[r, v] = variable(b, b.fmul(load(b, sums, slot, ISA.floats), keep))
+        rescale = spread(b, load(b, rescales, 4 * r, F32), LANES)
+        totals[r, v] = variable(b, b.fmul(load(b, sums, slot, ISA.floats), rescale))
     with cgutils.for_range(b, count) as loop:
         here = b.add(values, b.mul(loop.index, step))
         value = [load(b, here, BYTES * v, ISA.floats) for v in range(wide)]
@@ -127,28 +126,28 @@ def _sum(b, x, y):
 
 
 def _over_block(b, begin, end, act):
-    """Call act(offset in bytes, positions) for all vectors of a block: all written out or, where they are many, four a turn and
-    only from the turn of position `begin` to that before `end`."""
+    """Call act(offset in bytes, positions) for all vectors of a block: unrolled, or if there are many, four per iteration and
+    only the iterations from position `begin` to `end`."""
     here = ISA.ints(list(range(LANES)))
     if not LOOPED:
         for place in range(0, BLOCK, LANES):
             act(4 * place, b.add(here, splat(ISA.ints, place)))
         return
-    turn = at(4 * LANES)
-    with cgutils.for_range_slice(b, b.mul(b.sdiv(begin, turn), turn), end, turn) as (first, _):
+    stride = at(4 * LANES)
+    with cgutils.for_range_slice(b, b.mul(b.sdiv(begin, stride), stride), end, stride) as (first, _):
         for place in range(0, 4 * LANES, LANES):
             number = b.add(first, at(place))
             act(b.mul(number, at(4)), b.add(here, spread(b, b.trunc(number, I32), LANES)))
 
 
 @kernel(constants=0)
-def weigh_row(b, scores, begin, end, low, high, more, threshold, state, keep):
-    """Turn a block's scores [begin, end) of one row into weights, zero but for positions [low, high).
+def weigh_row(b, scores, begin, end, low, high, more, threshold, state, rescale):
+    """Convert a block's scores [begin, end) of one row into weights, zero but for positions [low, high).
 
     more       added to each score
     threshold  weights below this share become zero too, but count in the sum
     state [2]  the highest score and the sum of weights, updated
-    keep  [1]  multiplied by the factor for what was summed before
+    rescale  [1]  multiplied by the correction of earlier sums
     """
     kind, nothing = ISA.floats, splat(ISA.floats, -float("inf"))
     first, last = (spread(b, b.trunc(x, I32), LANES) for x in (low, high))
@@ -169,9 +168,9 @@ def weigh_row(b, scores, begin, end, low, high, more, threshold, state, keep):
     peak = ISA.larger(b, highest, before)
     # where nothing was seen yet any finite base gives weights of 0
     base = b.select(b.fcmp_ordered(">", peak, nothing), peak, splat(kind, 0.0))
-    kept = _exp(b, b.fsub(before, base))
-    # the sum of all weights will be no less than what is known of it here
-    least = b.fmul(spread(b, threshold, LANES), fma(b, total, kept, _exp(b, b.fsub(highest, base))))
+    correction = _exp(b, b.fsub(before, base))
+    # the sum of all weights will be no less than its value so far
+    least = b.fmul(spread(b, threshold, LANES), fma(b, total, correction, _exp(b, b.fsub(highest, base))))
 
     def weigh(place, number):
         weight = _exp(b, b.fsub(load(b, scores, place, kind) if LOOPED else found.pop(0), base))
@@ -179,10 +178,10 @@ def weigh_row(b, scores, begin, end, low, high, more, threshold, state, keep):
         store(b, b.select(b.fcmp_ordered("<", weight, least), splat(kind, 0.0), weight), scores, place)
 
     _over_block(b, begin, end, weigh)
-    total = fma(b, total, kept, across(b, _sum, b.load(sums)))
+    total = fma(b, total, correction, across(b, _sum, b.load(sums)))
     _first(b, peak, state, 0)
     _first(b, total, state, 4)
-    _first(b, b.fmul(kept, spread(b, load(b, keep, 0, F32), LANES)), keep, 0)
+    _first(b, b.fmul(correction, spread(b, load(b, rescale, 0, F32), LANES)), rescale, 0)
 
 
 @kernel(constants=0)
@@ -212,8 +211,8 @@ def _first(b, x, address, offset):
 
 
 @kernel(constants=0)
-def fold_row(b, part, keep, top, share, width, out, peak_at, total_at):
-    """Join a part's sums [width], still to be multiplied by `keep`, to those of the parts before it.
+def fold_row(b, part, rescale, top, share, width, out, peak_at, total_at):
+    """Merge a part's sums [width], still to be multiplied by `rescale`, into those of the parts before it.
 
     top, share  the part's highest score, and its sum of weights
     """
@@ -222,12 +221,12 @@ def fold_row(b, part, keep, top, share, width, out, peak_at, total_at):
     mine, new = (spread(b, x, LANES) for x in (top, share))
     peak = _larger(b, mine, before)
     base = b.select(b.fcmp_ordered(">", peak, nothing), peak, splat(kind, 0.0))
-    kept, weight = _exp(b, b.fsub(before, base)), _exp(b, b.fsub(mine, base))
-    total = fma(b, new, weight, b.fmul(old, kept))
+    correction, weight = _exp(b, b.fsub(before, base)), _exp(b, b.fsub(mine, base))
+    total = fma(b, new, weight, b.fmul(old, correction))
     whole = b.mul(b.sdiv(width, at(LANES)), at(BYTES))
     for start, end, some in ((at(0), whole, kind), (whole, b.mul(width, at(4)), vector(F32, 1))):
-        narrow = [spread(b, b.extract_element(x, at(0)), some.count) for x in (kept, weight)]
-        scale = spread(b, keep, some.count)
+        narrow = [spread(b, b.extract_element(x, at(0)), some.count) for x in (correction, weight)]
+        scale = spread(b, rescale, some.count)
         with cgutils.for_range_slice(b, start, end, at(4 * some.count)) as (place, _):
             value = b.fmul(load(b, part, place, some), scale)
             joined = fma(b, value, narrow[1], b.fmul(load(b, out, place, some), narrow[0]))
@@ -238,19 +237,19 @@ def fold_row(b, part, keep, top, share, width, out, peak_at, total_at):
 
 @kernel(constants=0)
 def close_row(b, out, width, peak_at, total_at, sink, divided):
-    """Join a sink (-inf for none) to a row's sums, and divide these by the sum of weights if so asked; zeros for nothing."""
+    """Merge a sink (-inf for none) into a row's sums, and divide them by the sum of weights where `divided`; 0 for none."""
     kind, nothing = ISA.floats, splat(ISA.floats, -float("inf"))
     before, old = (spread(b, load(b, address, 0, F32), LANES) for address in (peak_at, total_at))
     one = spread(b, sink, LANES)
     peak = _larger(b, one, before)
     base = b.select(b.fcmp_ordered(">", peak, nothing), peak, splat(kind, 0.0))
-    kept = _exp(b, b.fsub(before, base))
-    total = b.fadd(b.fmul(old, kept), _exp(b, b.fsub(one, base)))
+    correction = _exp(b, b.fsub(before, base))
+    total = b.fadd(b.fmul(old, correction), _exp(b, b.fsub(one, base)))
     empty = b.fcmp_ordered("==", total, splat(kind, 0.0))
     share = b.select(b.or_(empty, spread(b, b.icmp_signed("==", divided, at(0)), LANES)), splat(kind, 1.0), total)
     whole = b.mul(b.sdiv(width, at(LANES)), at(BYTES))
     for start, end, some in ((at(0), whole, kind), (whole, b.mul(width, at(4)), vector(F32, 1))):
-        factor, by = (spread(b, b.extract_element(x, at(0)), some.count) for x in (kept, share))
+        factor, by = (spread(b, b.extract_element(x, at(0)), some.count) for x in (correction, share))
         with cgutils.for_range_slice(b, start, end, at(4 * some.count)) as (place, _):
             store(b, b.fdiv(b.fmul(load(b, out, place, some), factor), by), out, place)
     _first(b, peak, peak_at, 0)
@@ -259,7 +258,7 @@ def close_row(b, out, width, peak_at, total_at, sink, divided):
 
 @jit
 def score_rows(rows, q, q_step, keys, step, batches, scores, line):
-    """Multiply rows of queries with keys that are laid out, to rows of scores `line` bytes apart."""
+    """Multiply rows of queries with keys that are laid out, to rows of scores with a stride of `line` bytes."""
     r = 0
     while r + TALL <= rows:
         score_tile((TALL, q + r * q_step, q_step, keys, step, batches, scores + r * line, line))
@@ -275,35 +274,35 @@ def score_rows(rows, q, q_step, keys, step, batches, scores, line):
 
 
 @jit
-def _add_columns(rows, first, weights, line, values, step, count, sums, sum_step, keeps):
-    """`add_values` for the vectors of a row that do not fill a wide tile."""
+def _add_columns(rows, first, weights, line, values, step, count, sums, sum_step, rescales):
+    """Run `add_values` for the vectors of a row that do not fill a wide tile."""
     for r in range(rows):
-        place, keep = sums + r * sum_step, keeps + 4 * r
+        place, rescale = sums + r * sum_step, rescales + 4 * r
         for column in range(first, step, BYTES):
-            value_tile((1, 1, weights + r * line, line, values + column, step, count, place + column, sum_step, keep))
+            value_tile((1, 1, weights + r * line, line, values + column, step, count, place + column, sum_step, rescale))
 
 
 @jit
-def add_wide_column(rows, weights, line, values, step, count, sums, sum_step, keeps):
-    """`add_values` for WIDE vectors of every row."""
+def add_wide_column(rows, weights, line, values, step, count, sums, sum_step, rescales):
+    """Run `add_values` for WIDE vectors of every row."""
     r = 0
     while r + TALL <= rows:
-        value_tile((TALL, WIDE, weights + r * line, line, values, step, count, sums + r * sum_step, sum_step, keeps + 4 * r))
+        value_tile((TALL, WIDE, weights + r * line, line, values, step, count, sums + r * sum_step, sum_step, rescales + 4 * r))
         r += TALL
     if ODD and (rows - r) % 2 and r + ODD <= rows:
-        value_tile((ODD, WIDE, weights + r * line, line, values, step, count, sums + r * sum_step, sum_step, keeps + 4 * r))
+        value_tile((ODD, WIDE, weights + r * line, line, values, step, count, sums + r * sum_step, sum_step, rescales + 4 * r))
         r += ODD
     while r + 2 <= rows:
-        value_tile((2, WIDE, weights + r * line, line, values, step, count, sums + r * sum_step, sum_step, keeps + 4 * r))
+        value_tile((2, WIDE, weights + r * line, line, values, step, count, sums + r * sum_step, sum_step, rescales + 4 * r))
         r += 2
     if r < rows:
-        value_tile((1, WIDE, weights + r * line, line, values, step, count, sums + r * sum_step, sum_step, keeps + 4 * r))
+        value_tile((1, WIDE, weights + r * line, line, values, step, count, sums + r * sum_step, sum_step, rescales + 4 * r))
 
 
 @jit
-def add_values(rows, weights, line, values, step, count, sums, sum_step, keeps):
-    """Scale the sums of rows by `keeps`, and add values, rows of `step` bytes, by their weights."""
+def add_values(rows, weights, line, values, step, count, sums, sum_step, rescales):
+    """Scale the sums of rows by `rescales`, and add values, rows of `step` bytes, by their weights."""
     whole = step // COLUMN * COLUMN
     for column in range(0, whole, COLUMN):
-        add_wide_column(rows, weights, line, values + column, step, count, sums + column, sum_step, keeps)
-    _add_columns(rows, whole, weights, line, values, step, count, sums, sum_step, keeps)
+        add_wide_column(rows, weights, line, values + column, step, count, sums + column, sum_step, rescales)
+    _add_columns(rows, whole, weights, line, values, step, count, sums, sum_step, rescales)

@@ -1,4 +1,4 @@
-"""Attention on CUDA; `routes.py` says which kernel attends."""
+"""Attention on CUDA; `routes.py` selects the kernels."""
 
 import torch
 from torch import Tensor
@@ -9,12 +9,12 @@ from auraflux.ops.attention.cuda.flash_paged import attend
 from auraflux.ops.attention.cuda.mla_rope_append import not_fused, rope_append
 from auraflux.ops.attention.cuda.routes import ATTENTION, HEAD_PRODUCTS, LATENT, Attend, AttendLatent, HeadProducts
 from auraflux.ops.attention.pages import KVPages, LatentPages, Pages
-from auraflux.ops.hopper.device import ready
-from auraflux.ops.hopper.flash import Near
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.pages import index_of
-from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.hopper.softmax import Parts, launch_merge, parts_like
+from auraflux.ops.gpu.blocks.flash import RecentKeys
+from auraflux.ops.gpu.blocks.pages import index_of
+from auraflux.ops.gpu.blocks.softmax import Partials, empty_partials, launch_merge
+from auraflux.ops.gpu.device import ready
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv, power_of_two
 from auraflux.ops.norm.cuda import rms_norm
 from auraflux.ops.rope.cuda import rope
 from auraflux.quant import QTensor
@@ -41,10 +41,10 @@ def attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
-    near: Near | None = None,
+    recent: RecentKeys | None = None,
 ) -> Tensor:
     out = torch.empty(*q.shape[:2], pages.v.shape[3], dtype=q.dtype, device=q.device)
-    ATTENTION(Attend(q, pages, starts, scale, window, sinks, softcap, out, near))
+    ATTENTION(Attend(q, pages, starts, scale, window, sinks, softcap, out, recent))
     return out
 
 
@@ -56,10 +56,10 @@ def attention_partials(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
-) -> Parts:
+) -> Partials:
     if is_invariant():
-        raise Declined("how keys are divided depends on how many tokens there are")
-    out = parts_like(q.shape[0] * q.shape[1], 1, pages.v.shape[3], q.device)
+        raise Declined("the split of keys depends on the number of tokens")
+    out = empty_partials(q.shape[0] * q.shape[1], 1, pages.v.shape[3], q.device)
     attend(q, None, (pages.k, pages.v), pages, starts, scale, out, window, sinks, softcap)
     return out
 
@@ -124,7 +124,7 @@ def merge_partials(o: Tensor, m: Tensor, l: Tensor) -> Tensor:  # noqa: E741
     if not o.shape[1]:
         return out.zero_()
     if out.numel():
-        launch_merge(Parts(o, m, l), None, out, 1)
+        launch_merge(Partials(o, m, l), None, out, 1)
     return out
 
 

@@ -1,9 +1,9 @@
-"""Kernels that move rows: new ones to their places in the pages, and the projections of latent attention apart."""
+"""Kernels that copy rows: new ones into pages, and the projections of latent attention into separate tensors."""
 
 import triton
 import triton.language as tl
 
-from auraflux.ops.hopper.pages import place_token
+from auraflux.ops.gpu.blocks.pages import place_token
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def split_rows(
     LATENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Take a token's projections apart; grid (tokens, blocks of the wider one)."""
+    """Split a token's projections; grid (tokens, blocks of the wider one)."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     HEAD: tl.constexpr = NOPE + ROPE

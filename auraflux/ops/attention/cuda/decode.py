@@ -1,9 +1,8 @@
-"""Attention of few new tokens on Hopper, in Gluon: the query heads of one token that share a key head are columns, in 16 bits.
+"""Decode attention on Hopper, in Gluon: the query heads of one token that share a key head are MMA columns, in 16 bits.
 
-Everything is computed transposed. 64 positions are rows of the scores' product, and the channels of their values those of the
-results', so that no row of the tensor core is empty however few the heads are, and the work takes less time than reading. One
-warp asks for keys and values by TMA, several tiles ahead; those of earlier steps before the kernel launched before
-this one has ended.
+Everything is computed transposed: 64 positions are rows of the score MMA, and value channels rows of the output MMA, so that
+no tensor-core row is idle however few the heads are, and the kernel is memory-bound. A producer warp loads keys and values by
+TMA, several tiles ahead; those of earlier steps before the preceding kernel has ended.
 """
 
 from typing import Any, NamedTuple
@@ -22,21 +21,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.attention.pages import KVPages
-from auraflux.ops.hopper.device import multiprocessors
-from auraflux.ops.hopper.flash import EVERYTHING
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.pages import index_of
-from auraflux.ops.hopper.sizes import power_of_two
-from auraflux.ops.hopper.softmax import LOG2E
+from auraflux.ops.gpu.blocks.flash import NO_WINDOW
+from auraflux.ops.gpu.blocks.pages import index_of
+from auraflux.ops.gpu.blocks.softmax import LOG2E
+from auraflux.ops.gpu.device import multiprocessors
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import power_of_two
 from auraflux.ops.hopper.split_kv import (
     ACROSS,
     TILE,
-    Whole,
+    SingleSplit,
     columns,
-    keys_each,
+    empty_split_partials,
+    invariant_split_keys,
     merge,
-    room_for,
-    share_of,
+    split_range,
     splits_for,
     sum_of_columns,
     tiles_of,
@@ -45,11 +44,34 @@ from auraflux.ops.hopper.split_kv import (
 
 MOST_COLUMNS = 32
 MERGED = 64  # channels of a program that merges
-# by width: programs of a multiprocessor, tiles in flight, how many of them are asked for before the wait, and registers, so
-# few that merging programs find room beside these
+# by width: programs per multiprocessor, tiles in flight, how many of them are loaded before the wait, and registers, few
+# enough that merging programs fit on the same multiprocessor
 SHAPES = {64: (2, 6, 6, 96), 128: (2, 3, 2, 96), 256: (1, 3, 3, 168)}
 F32 = gl.float32
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+class DecodeShape(NamedTuple):
+    """Compile-time shape of the kernel.
+
+    group, key_heads, width  query heads per key head, key heads, channels of a head
+    page, sequences          tokens per page, sequences rounded up to a power of two
+    columns                  query heads, padded
+    stages, before           tiles in flight, and how many of them are loaded before `gdc_wait`
+    softcap                  whether scores are capped
+    split_keys               see `invariant_split_keys`
+    """
+
+    group: int
+    key_heads: int
+    width: int
+    page: int
+    sequences: int
+    columns: int
+    stages: int
+    before: int
+    softcap: bool
+    split_keys: int
 
 
 class Memory(NamedTuple):
@@ -57,8 +79,8 @@ class Memory(NamedTuple):
 
     Q, K, V  queries, and tiles of keys and values in flight
     P        weights
-    X        what warps tell each other
-    bars     barriers of keys there, of values there, of tiles read, and of queries
+    X        exchange between warps
+    bars     barriers of keys full, of values full, of tiles read, and of queries
     """
 
     Q: Any
@@ -70,10 +92,13 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def _feed(
-    queries, keys, values, memory, table, begin, old, count, line, head, pool, HEADS: gl.constexpr, PAGE: gl.constexpr,
-    D: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, BEFORE: gl.constexpr,
-):  # fmt: skip
+def _feed(queries, keys, values, memory, table, begin, old, count, line, head, pool, SHAPE: gl.constexpr):
+    HEADS: gl.constexpr = SHAPE.key_heads
+    PAGE: gl.constexpr = SHAPE.page
+    D: gl.constexpr = SHAPE.width
+    N: gl.constexpr = SHAPE.columns
+    ST: gl.constexpr = SHAPE.stages
+    BEFORE: gl.constexpr = SHAPE.before
     waited = False
     following = gl.load(table + begin // PAGE)
     for i in range(count):
@@ -81,7 +106,7 @@ def _feed(
         following = gl.load(table + (begin + gl.minimum(i + 1, count - 1) * 64) // PAGE)
         row = (gl.where((page >= 0) & (page < pool), page, 0) * HEADS + head) * PAGE + first % PAGE
         if (not waited) & ((first + 64 > old) | (i == BEFORE)):
-            # queries and the newest keys may come from the kernel before; its end is seen when what was asked for has come
+            # queries and the newest keys may come from the preceding kernel; its end is seen when pending loads are complete
             gdc_wait()
             gdc_launch_dependents()
             waited = True
@@ -101,7 +126,7 @@ def _feed(
 
 @gluon.jit
 def _clear(V, low, high, D: gl.constexpr):
-    """Make zeros of positions that are not seen: 0 times what lies there must be 0."""
+    """Zero positions that are not visible, so that a weight of 0 times them is 0."""
     row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
     seen = (row >= low) & (row < high)
     for part in gl.static_range(D // 64):
@@ -112,11 +137,14 @@ def _clear(V, low, high, D: gl.constexpr):
 
 
 @gluon.jit
-def _attend(
-    memory, table, sinks, parts, scale, softcap, seen, line, head, split, splits, pool, G: gl.constexpr,
-    PAGE: gl.constexpr, D: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr,
-):  # fmt: skip
+def _attend(memory, table, sinks, parts, scale, softcap, seen, line, head, share, pool, SHAPE: gl.constexpr):
+    G: gl.constexpr = SHAPE.group
+    PAGE: gl.constexpr = SHAPE.page
+    D: gl.constexpr = SHAPE.width
+    N: gl.constexpr = SHAPE.columns
+    ST: gl.constexpr = SHAPE.stages
     begin, low, end, count = seen
+    split, splits = share
     T: gl.constexpr = columns(N)
     DTYPE: gl.constexpr = memory.K.dtype
     position, query = gl.arange(0, 64, gl.SliceLayout(1, T)), gl.arange(0, N, gl.SliceLayout(0, T))
@@ -134,8 +162,8 @@ def _attend(
         mbarrier.wait(memory.bars.index(stage), phase)
         s = warpgroup_mma(memory.K.index(stage), memory.Q.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s]) * scale
-        if SOFTCAP:
-            # tanh by one exponential; its absolute error is what counts here
+        if SHAPE.softcap:
+            # tanh by one exponential; only its absolute error matters here
             s = softcap * (1.0 - 2.0 / (gl.exp(2.0 * (s / softcap)) + 1.0))
         s = gl.where(((position < till) & (first + position >= low))[:, None], s * LOG2E, float("-inf"))
         top = gl.maximum(m, top_of_columns(s, memory.X, N))
@@ -169,18 +197,16 @@ def _attend(
 
 @gluon.jit
 def decode_columns(
-    queries, keys, values, index, sinks, parts, scale, softcap, window, heads, splits, G: gl.constexpr, HEADS: gl.constexpr,
-    D: gl.constexpr, PAGE: gl.constexpr, S: gl.constexpr, N: gl.constexpr, AHEAD: gl.constexpr, SOFTCAP: gl.constexpr,
-    EACH: gl.constexpr,
+    queries, keys, values, index, sinks, parts, scale, softcap, window, heads, splits, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """G heads of one token, N columns, with one share of the positions they see; grid (tokens * HEADS, splits).
-
-    AHEAD  tiles in flight, and how many of them are asked for before the wait
-    """
-    ST: gl.constexpr = AHEAD[0]
-    BEFORE: gl.constexpr = AHEAD[1]
+    """Attend from G heads of one token, N columns, to one split of their visible positions; grid (tokens * HEADS, splits)."""
+    G: gl.constexpr = SHAPE.group
+    HEADS: gl.constexpr = SHAPE.key_heads
+    D: gl.constexpr = SHAPE.width
+    N: gl.constexpr = SHAPE.columns
+    ST: gl.constexpr = SHAPE.stages
     token, head, split = gl.program_id(0) // HEADS, gl.program_id(0) % HEADS, gl.program_id(1)
-    share = share_of(token, split, splits, window, index, S, 64, EACH)
+    share = split_range(token, split, splits, window, index, SHAPE.sequences, 64, SHAPE.split_keys)
     sequence, begin, low, end, count, old, _ = share
     table = index.table + sequence.to(gl.int64) * index.width
     Q = gl.allocate_shared_memory(keys.dtype, [N, D], queries.layout)
@@ -196,10 +222,9 @@ def decode_columns(
     line, memory = token * heads + head * G, Memory(Q, K, V, P, X, bars)
     gl.warp_specialize(
         [
-            (_attend, (memory, table, sinks, parts, scale, softcap, (begin, low, end, count), line, head, split, splits,
-                       index.pool, G, PAGE, D, N, ST, SOFTCAP)),
-            (_feed, (queries, keys, values, memory, table, begin, old, count, line, head, index.pool, HEADS, PAGE, D, N, ST,
-                     BEFORE)),
+            (_attend, (memory, table, sinks, parts, scale, softcap, (begin, low, end, count), line, head, (split, splits),
+                       index.pool, SHAPE)),
+            (_feed, (queries, keys, values, memory, table, begin, old, count, line, head, index.pool, SHAPE)),
         ],
         [1],
         [56],
@@ -216,17 +241,17 @@ def attend_decode(
     softcap: float | None,
     out: Tensor,
 ) -> None:
-    """`attention` into `out`."""
+    """Run `attention` into `out`."""
     (tokens, heads, width), (_, key_heads, page, _) = q.shape, pages.k.shape
     (sequences, table_width), group = pages.table.shape, heads // key_heads
     programs, (each, stages, before, registers) = tokens * key_heads, SHAPES[width]
-    splits, fixed = splits_for(each * multiprocessors(q.device) // programs, table_width * page), keys_each()
-    parts = None if splits == 1 and not fixed else room_for(tokens * heads, splits, width, torch.float32, q.device)
-    n, seen = max(8, power_of_two(group)), EVERYTHING if window is None else window
+    splits, fixed = splits_for(each * multiprocessors(q.device) // programs, table_width * page), invariant_split_keys()
+    parts = None if splits == 1 and not fixed else empty_split_partials(tokens * heads, splits, width, torch.float32, q.device)
+    n, seen = max(8, power_of_two(group)), NO_WINDOW if window is None else window
     launch(decode_columns, (programs, splits))(
         tiles_of(q, n), tiles_of(pages.k, TILE), tiles_of(pages.v, TILE), index_of(pages, starts),
-        sinks if parts is None else None, parts or Whole(out), scale, softcap or 1.0, seen, heads, splits,
-        group, key_heads, width, page, power_of_two(sequences), n, (stages, before), softcap is not None, fixed,
+        sinks if parts is None else None, parts or SingleSplit(out), scale, softcap or 1.0, seen, heads, splits,
+        DecodeShape(group, key_heads, width, page, power_of_two(sequences), n, stages, before, softcap is not None, fixed),
         num_warps=4, maxnreg=registers, launch_pdl=True,
     )  # fmt: skip
     if parts is not None:

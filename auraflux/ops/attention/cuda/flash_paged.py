@@ -1,4 +1,4 @@
-"""Attention over pages of plain numbers on CUDA: keys and values, or latents that are both with a rotated key beside them."""
+"""Paged flash attention in Triton: over keys and values, or over latents that serve as both, with a rotated key."""
 
 from typing import NamedTuple
 
@@ -7,19 +7,29 @@ import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops.attention.pages import Pages
-from auraflux.ops.hopper.device import ready
-from auraflux.ops.hopper.flash import EVERYTHING, Near, keys_of_split, leave, load_rows, mix, narrow, rows_of_tile, shape_for
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.pages import index_of, place_keys
-from auraflux.ops.hopper.sizes import power_of_two
-from auraflux.ops.hopper.softmax import LOG2E, Parts, capped, launch_merge, parts_like, soften
+from auraflux.ops.gpu.blocks.flash import (
+    NO_WINDOW,
+    RecentKeys,
+    accumulate_values,
+    fits_half_precision,
+    keys_of_split,
+    load_rows,
+    rows_of_tile,
+    shape_for,
+    store_result,
+)
+from auraflux.ops.gpu.blocks.pages import index_of, place_keys
+from auraflux.ops.gpu.blocks.softmax import LOG2E, Partials, empty_partials, launch_merge, online_softmax, softcap_log2
+from auraflux.ops.gpu.device import ready
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import power_of_two
 
 
 class PageShape(NamedTuple):
-    """What the kernel is compiled for: query heads of a key head, key heads, widths, tokens of a page.
+    """Compile-time shape: query heads per key head, key heads, widths, tokens per page.
 
     value_width  of values, or of rotated keys
-    sequences    the power of two that holds them
+    sequences    rounded up to a power of two
     """
 
     group: int
@@ -31,24 +41,38 @@ class PageShape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a program has at a time: rows and keys, and the widths that keys and values are padded to."""
+    """Tile of a program.
+
+    rows, keys          queries and keys
+    width, value_width  padded widths of keys and values
+    wide                float32 products
+    softcap             whether scores are capped
+    aligned             pages are multiples of the tile's keys
+    unsplit             one split, whose results are final
+    """
 
     rows: int
     keys: int
     width: int
     value_width: int
+    wide: bool
+    softcap: bool
+    aligned: bool
+    unsplit: bool
 
 
 @triton.jit
 def attend_pages(
-    q, q_rope, keys, values, index, sinks, out, parts, scale, softcap, window, near, heads, splits, SHAPE: tl.constexpr,
-    TILE: tl.constexpr, WIDE: tl.constexpr, SOFTCAP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
+    queries, pools, index, sinks, out, parts, scores, recent, heads, splits, SHAPE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Attend from M rows to the keys of one split; grid (tiles, HEADS, splits).
 
-    q_rope  None; or keys are latents of D, and values too: `values` holds the rotated keys of width DV that score with it
-    near    None; or keys near to a row lie elsewhere, see `Near`: the first split takes them
+    queries  q and q_rope; where q_rope is not None, keys are latents of D that serve as values too
+    pools    keys and values; or latents and rotated keys of width DV
+    scores   scale, softcap and window
+    recent   None; or a row's recent keys are in other pages, see `RecentKeys`: the first split handles them
     """
+    q, q_rope = queries
     LATENT: tl.constexpr = q_rope is not None
     G: tl.constexpr = SHAPE.group
     HEADS: tl.constexpr = SHAPE.heads
@@ -60,7 +84,12 @@ def attend_pages(
     N: tl.constexpr = TILE.keys
     P: tl.constexpr = TILE.width
     PV: tl.constexpr = TILE.value_width
-    # late tiles of a prompt see most keys: they come first
+    WIDE: tl.constexpr = TILE.wide
+    SOFTCAP: tl.constexpr = TILE.softcap
+    ALIGNED: tl.constexpr = TILE.aligned
+    keys, values = pools
+    scale, softcap, window = scores
+    # late tiles of a prompt see the most keys: schedule them first
     tile, head, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence, start, new, length, first_row = rows_of_tile(tile, index, G, M, S)
     if first_row >= new * G:
@@ -78,10 +107,10 @@ def attend_pages(
     table = index.table + sequence.to(tl.int64) * index.width
     last = length - new + tl.minimum((first_row + M - 1) // G, new - 1)
     first_position, shift = length - new + first_row // G, 0
-    if near is not None:
-        shift = near.newest
-    reach = window - shift
-    begin, end, full, edge = keys_of_split(first_position - shift, last - shift, reach, 0, split, splits, N)
+    if recent is not None:
+        shift = recent.newest
+    lookback = window - shift
+    begin, end, full, edge = keys_of_split(first_position - shift, last - shift, lookback, 0, split, splits, N)
     m = tl.full([M], float("-inf"), tl.float32)
     l = tl.zeros([M], tl.float32)  # noqa: E741
     acc = tl.zeros([M, O], tl.float32)
@@ -104,34 +133,34 @@ def attend_pages(
                 v = k
             else:
                 v = load_rows(values + origin * DV, row, there, DV, PV, WIDE)
-            s = capped(s * scale, softcap, SOFTCAP)
+            s = softcap_log2(s * scale, softcap, SOFTCAP)
             key = first + tl.arange(0, N)
             seen = there[None, :] & (key[None, :] <= position[:, None] - shift)
             if EDGE:
-                seen = seen & (key[None, :] > position[:, None] - shift - reach)
+                seen = seen & (key[None, :] > position[:, None] - shift - lookback)
             s = tl.where(seen, s, float("-inf"))
-            p, fade, m, l = soften(s, m, l)  # noqa: E741
-            acc = mix(acc * fade[:, None], p, v, seen, N, EDGE, PRECISION)
-    if near is not None and split == 0:
-        oldest = tl.maximum(length - new - near.newest + 1, 0) // PAGE
-        reach = tl.minimum(window, near.newest)
-        begin = tl.maximum(first_position - reach + 1, 0) // N * N
-        beside = table + near.far - oldest
+            p, rescale, m, l = online_softmax(s, m, l)  # noqa: E741
+            acc = accumulate_values(acc * rescale[:, None], p, v, seen, N, EDGE, PRECISION)
+    if recent is not None and split == 0:
+        oldest = tl.maximum(length - new - recent.newest + 1, 0) // PAGE
+        lookback = tl.minimum(window, recent.newest)
+        begin = tl.maximum(first_position - lookback + 1, 0) // N * N
+        recent_table = table + recent.far - oldest
         for first in range(begin, last + 1, N):
-            room = oldest + index.width - near.far
-            origin, row, there = place_keys(beside, first, last + 1, head, room, index.pool, HEADS, PAGE, N, ALIGNED)
+            room = oldest + index.width - recent.far
+            origin, row, there = place_keys(recent_table, first, last + 1, head, room, index.pool, HEADS, PAGE, N, ALIGNED)
             k = load_rows(keys + origin * D, row, there, D, P, WIDE)
             v = load_rows(values + origin * DV, row, there, DV, PV, WIDE)
-            s = capped(tl.dot(x, tl.trans(k), input_precision=PRECISION) * scale, softcap, SOFTCAP)
+            s = softcap_log2(tl.dot(x, tl.trans(k), input_precision=PRECISION) * scale, softcap, SOFTCAP)
             key = first + tl.arange(0, N)
-            seen = there[None, :] & (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - reach)
-            p, fade, m, l = soften(tl.where(seen, s, float("-inf")), m, l)  # noqa: E741
-            acc = mix(acc * fade[:, None], p, v, seen, N, True, PRECISION)
+            seen = there[None, :] & (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - lookback)
+            p, rescale, m, l = online_softmax(tl.where(seen, s, float("-inf")), m, l)  # noqa: E741
+            acc = accumulate_values(acc * rescale[:, None], p, v, seen, N, True, PRECISION)
     sink = tl.full([M], float("-inf"), tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + head * G + r % G) * LOG2E
     DO: tl.constexpr = D if LATENT else DV
-    leave(out, parts, at, live, acc, m, l, sink, split, splits, DO, O, WHOLE)
+    store_result(out, parts, at, live, acc, m, l, sink, split, splits, DO, O, TILE.unsplit)
 
 
 def attend(
@@ -141,42 +170,46 @@ def attend(
     pages: Pages,
     starts: Tensor,
     scale: float,
-    out: Tensor | Parts,
+    out: Tensor | Partials,
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
-    near: Near | None = None,
+    recent: RecentKeys | None = None,
 ) -> None:
-    """Attend with products in 16 bits where all operands have the same 16, into results or into parts of one block."""
+    """Attend into results or into partials of one block, with 16-bit MMAs where all operands share a 16-bit dtype."""
     ready(q)
     (tokens, heads, width), (a, b), latent = q.shape, pools, q_rope is not None
     key_heads = 1 if latent else a.shape[1]
     result = width if latent else b.shape[-1]
     if not tokens * heads * result:
         return
-    wide = not narrow(q, *pools, q if q_rope is None else q_rope)
+    wide = not fits_half_precision(q, *pools, q if q_rope is None else q_rope)
     sequences, table_width = pages.table.shape
     page, group = pages.pool[1], heads // key_heads
     padded = max(16, power_of_two(width)), max(16, power_of_two(b.shape[-1]))
     widths = sum(padded), padded[0] if latent else padded[1]
-    # with more rows Triton 3.6 gave wrong sums where a tile is key and value at once
-    cut = shape_for(tokens, sequences, group, key_heads, widths, wide, table_width * page, q.device, 32 if latent else 128)
-    if near is not None:
-        # what is near takes registers: with three stages not all fits
-        cut = cut._replace(stages=2)
-    whole = cut.splits == 1 and isinstance(out, Tensor)
-    parts = None if whole else parts_like(tokens * heads, cut.splits, result, q.device)
-    launch(attend_pages, (cut.tiles, key_heads, cut.splits))(
-        *(q, q_rope, a, b, index_of(pages, starts), sinks, out if whole else None, parts),
-        *(scale, softcap or 1.0, EVERYTHING if window is None else window, near, heads, cut.splits),
+    # with more rows Triton 3.6 gave wrong sums where a tile serves as keys and values
+    launch_shape = shape_for(
+        tokens, sequences, group, key_heads, widths, wide, table_width * page, q.device, 32 if latent else 128
+    )
+    if recent is not None:
+        # recent keys take registers: three stages do not fit
+        launch_shape = launch_shape._replace(stages=2)
+    unsplit = launch_shape.splits == 1 and isinstance(out, Tensor)
+    parts = None if unsplit else empty_partials(tokens * heads, launch_shape.splits, result, q.device)
+    launch(attend_pages, (launch_shape.tiles, key_heads, launch_shape.splits))(
+        *((q, q_rope), pools, index_of(pages, starts), sinks, out if unsplit else None, parts),
+        *((scale, softcap or 1.0, NO_WINDOW if window is None else window), recent, heads, launch_shape.splits),
         SHAPE=PageShape(group, key_heads, width, b.shape[-1], page, power_of_two(sequences)),
-        TILE=Tile(cut.rows, cut.keys, *padded),
-        WIDE=wide,
-        SOFTCAP=softcap is not None,
-        ALIGNED=page % cut.keys == 0,
-        WHOLE=whole,
-        num_warps=cut.warps,
-        num_stages=cut.stages,
+        TILE=Tile(
+            *(launch_shape.rows, launch_shape.keys, *padded),
+            wide=wide,
+            softcap=softcap is not None,
+            aligned=page % launch_shape.keys == 0,
+            unsplit=unsplit,
+        ),
+        num_warps=launch_shape.warps,
+        num_stages=launch_shape.stages,
     )
     if parts is not None:
         launch_merge(parts, sinks, out, heads)

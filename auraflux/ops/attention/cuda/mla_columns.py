@@ -1,8 +1,8 @@
-"""Latent attention for few heads and few tokens on Hopper, in Gluon: the heads of one token are columns, in bf16.
+"""Latent attention of few heads and few tokens on Hopper, in Gluon: the heads of one token are MMA columns, in bf16.
 
-Everything is computed transposed. Latents of 64 positions are rows of the scores' product and, transposed, of the results', so
-that no row of the tensor core is empty however few the heads are, and the work takes less time than reading. One warp asks for
-latents by TMA, those of earlier steps before the kernel launched before this one has ended.
+Everything is computed transposed: latents of 64 positions are rows of the score MMA and, transposed, of the output MMA, so
+that no tensor-core row is idle however few the heads are, and the kernel is memory-bound. A producer warp loads latents by
+TMA, those of earlier steps before the preceding kernel has ended.
 """
 
 from typing import Any, NamedTuple
@@ -19,22 +19,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from auraflux.ops.attention.cuda.mla_tma import clear, feed
+from auraflux.ops.attention.cuda.mla_tma import LatentShape, clear, feed
 from auraflux.ops.attention.pages import LatentPages
-from auraflux.ops.hopper.device import multiprocessors
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.pages import index_of
-from auraflux.ops.hopper.sizes import power_of_two
-from auraflux.ops.hopper.softmax import LOG2E
+from auraflux.ops.gpu.blocks.pages import index_of
+from auraflux.ops.gpu.blocks.softmax import LOG2E
+from auraflux.ops.gpu.device import multiprocessors
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import power_of_two
 from auraflux.ops.hopper.split_kv import (
     ACROSS,
     TILE,
-    Whole,
+    SingleSplit,
     columns,
-    keys_each,
+    empty_split_partials,
+    invariant_split_keys,
     merge,
-    room_for,
-    share_of,
+    split_range,
     splits_for,
     sum_of_columns,
     tiles_of,
@@ -45,7 +45,7 @@ MOST_COLUMNS = 32
 LATENT = 512
 STAGES = 2
 MERGED = 64  # channels of a program that merges
-# by columns: registers, so few that programs that merge find room beside these, and tiles that are asked for before the wait
+# by columns: registers, few enough that merging programs fit on the same multiprocessor, and tiles loaded before the wait
 SHAPES = {8: (128, 1), 16: (128, 1), 32: (216, 2)}
 BF, F32 = gl.bfloat16, gl.float32
 PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0,0;")
@@ -57,7 +57,7 @@ class Memory(NamedTuple):
     Q, QR  queries and rotated queries
     K, R   tiles of latents and of rotated keys in flight
     P      weights
-    X      what warps tell each other
+    X      exchange between warps
     bars   barriers of tiles full and empty, and of queries
     """
 
@@ -71,16 +71,17 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def _fetch(line):
-    """Have 128 bytes brought to the cache."""
+def _prefetch(line):
+    """Prefetch 128 bytes into the L2 cache."""
     gl.inline_asm_elementwise(PREFETCH, "=r,l,~{memory}", [line.to(gl.int64)], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _attend(
-    memory, table, parts, scale, begin, end, count, token, heads, split, splits, pool, PAGE: gl.constexpr, N: gl.constexpr,
-    ST: gl.constexpr,
-):  # fmt: skip
+def _attend(memory, table, parts, scale, seen, token, heads, split, splits, pool, SHAPE: gl.constexpr):
+    PAGE: gl.constexpr = SHAPE.page
+    N: gl.constexpr = SHAPE.heads
+    ST: gl.constexpr = SHAPE.stages
+    begin, end, count = seen
     T: gl.constexpr = columns(N)
     position, head = gl.arange(0, 64, gl.SliceLayout(1, T)), gl.arange(0, N, gl.SliceLayout(0, T))
     m = gl.full([N], float("-inf"), F32, gl.SliceLayout(0, T))
@@ -125,18 +126,17 @@ def _attend(
 
 
 @gluon.jit
-def latent_columns(
-    queries, rotated, latents, ropes, q_latent, q_rope, index, parts, scale, heads, splits, PAGE: gl.constexpr, S: gl.constexpr,
-    N: gl.constexpr, ST: gl.constexpr, BEFORE: gl.constexpr, EACH: gl.constexpr,
-):  # fmt: skip
-    """All heads of one token, N at most, with one share of its positions; grid (tokens, splits).
+def latent_columns(queries, rotated, latents, ropes, q_latent, q_rope, index, parts, scale, heads, splits, SHAPE: gl.constexpr):
+    """Attend from all heads of one token, at most N, to one split of its positions; grid (tokens, splits).
 
-    q_latent, q_rope  the queries again: all programs together bring them to the cache while they wait for the kernel before
+    q_latent, q_rope  the queries again: all programs prefetch them to L2 while they wait for the preceding kernel
     """
+    N: gl.constexpr = SHAPE.heads
+    ST: gl.constexpr = SHAPE.stages
     token, split = gl.program_id(0), gl.program_id(1)
-    _fetch(q_latent + (token * heads + split // 8 % heads) * 512 + split % 8 * 64)
-    _fetch(q_rope + (token * heads + split % heads) * 64)
-    share = share_of(token, split, splits, 1 << 30, index, S, 64, EACH)
+    _prefetch(q_latent + (token * heads + split // 8 % heads) * 512 + split % 8 * 64)
+    _prefetch(q_rope + (token * heads + split % heads) * 64)
+    share = split_range(token, split, splits, 1 << 30, index, SHAPE.sequences, 64, SHAPE.split_keys)
     sequence, begin, _, end, count, old, _ = share
     table = index.table + sequence.to(gl.int64) * index.width
     Q = gl.allocate_shared_memory(BF, [N, 512], queries.layout)
@@ -153,9 +153,8 @@ def latent_columns(
     memory = Memory(Q, QR, K, R, P, X, bars)
     gl.warp_specialize(
         [
-            (_attend, (memory, table, parts, scale, begin, end, count, token, heads, split, splits, index.pool, PAGE, N, ST)),
-            (feed, (queries, rotated, latents, ropes, Q, QR, K, R, bars, table, begin, old, count, token * heads, index.pool,
-                    PAGE, N, 64, ST, BEFORE)),
+            (_attend, (memory, table, parts, scale, (begin, end, count), token, heads, split, splits, index.pool, SHAPE)),
+            (feed, (queries, rotated, latents, ropes, memory, table, begin, old, count, token * heads, index.pool, SHAPE)),
         ],
         [1],
         [56],
@@ -170,16 +169,18 @@ def attend_columns(
     scale: float,
     out: Tensor,
 ) -> None:
-    """`latent_attention` of few heads into `out`."""
+    """Run `latent_attention` of few heads into `out`."""
     (tokens, heads, _), (sequences, table_width), page = q_latent.shape, pages.table.shape, pages.pool[1]
-    splits, fixed = splits_for(multiprocessors(out.device) // tokens, table_width * page), keys_each()
-    parts = None if splits == 1 and not fixed else room_for(tokens * heads, splits, LATENT, torch.float32, out.device)
+    splits, fixed = splits_for(multiprocessors(out.device) // tokens, table_width * page), invariant_split_keys()
+    parts = (
+        None if splits == 1 and not fixed else empty_split_partials(tokens * heads, splits, LATENT, torch.float32, out.device)
+    )
     n = max(8, power_of_two(heads))
     registers, before = SHAPES[n]
     launch(latent_columns, (tokens, splits))(
         tiles_of(q_latent, n), tiles_of(q_rope, n), tiles_of(pages.latent, TILE), tiles_of(pages.rope, TILE),
-        q_latent, q_rope, index_of(pages, starts), parts or Whole(out), scale * LOG2E.value, heads, splits,
-        page, power_of_two(sequences), n, STAGES, before, fixed,
+        q_latent, q_rope, index_of(pages, starts), parts or SingleSplit(out), scale * LOG2E.value, heads, splits,
+        LatentShape(page, power_of_two(sequences), n, TILE, STAGES, before, fixed),
         num_warps=4, maxnreg=registers, launch_pdl=True,
     )  # fmt: skip
     if parts is not None:

@@ -1,27 +1,48 @@
-"""Products of MLA with each head's part of `kv_b_proj`, dense or quantized, in plain Triton.
+"""Products of MLA with each head's rows of `kv_b_proj`, dense or quantized, in Triton.
 
-A tile of the weight is brought to plain numbers and goes through the tensor core; its rows are summed over for queries, its
-columns for values.
+A tile of the weight is dequantized for the tensor core; queries sum over its rows, values over its columns.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined, is_invariant
-from auraflux.ops.hopper.flash import narrow
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.gpu.blocks.flash import fits_half_precision
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv, power_of_two
 from auraflux.quant import QTensor
 
-MANY = 64  # tokens, for which tiles are as they may be largest
+MANY = 64  # tokens from which on tiles are largest
+
+
+class HeadRows(NamedTuple):
+    """Compile-time shape of a weight: heads, rows per head, rows skipped and used, columns, bits (0 if dense), group."""
+
+    heads: int
+    rows: int
+    skip: int
+    used: int
+    width: int
+    bits: int
+    group: int
+
+
+class Tile(NamedTuple):
+    """Tile of a program, whether it sums over rows (queries), and whether in float32."""
+
+    query: bool
+    tokens: int
+    rows: int
+    columns: int
+    wide: bool
 
 
 @triton.jit
 def weight_tile(packed, scales, biases, row, inside, c, C: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Give rows of the weight at columns `c`, a power of two of them, as float32; with 0 BITS it is dense."""
+    """Load weight rows at columns `c`, a power of two of them, as float32; BITS is 0 for a dense weight."""
     there = inside[:, None] & (c < C)[None, :]
     if BITS == 0:
         w = tl.load(packed + row[:, None] * C + c[None, :], mask=there, other=0.0).to(tl.float32)
@@ -51,24 +72,26 @@ def latent_products(
     biases,
     out,
     tokens,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SKIP: tl.constexpr,
-    USED: tl.constexpr,
-    C: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUERY: tl.constexpr,
-    T: tl.constexpr,
-    R: tl.constexpr,
-    B: tl.constexpr,
-    WIDE: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Multiply T tokens' vectors of one head with rows [SKIP, SKIP + USED) of its ROWS in the weight.
+    """Multiply T tokens' vectors of one head by rows [SKIP, SKIP + USED) of its ROWS in the weight.
 
     QUERY   sum over the rows, B columns a program; otherwise over the columns, R rows a program
-    grid    (HEADS, parts of the result, tiles of tokens)
+    grid    (HEADS, blocks of the result, tiles of tokens)
     """
+    HEADS: tl.constexpr = WEIGHT.heads
+    ROWS: tl.constexpr = WEIGHT.rows
+    SKIP: tl.constexpr = WEIGHT.skip
+    USED: tl.constexpr = WEIGHT.used
+    C: tl.constexpr = WEIGHT.width
+    BITS: tl.constexpr = WEIGHT.bits
+    GROUP: tl.constexpr = WEIGHT.group
+    QUERY: tl.constexpr = TILE.query
+    T: tl.constexpr = TILE.tokens
+    R: tl.constexpr = TILE.rows
+    B: tl.constexpr = TILE.columns
+    WIDE: tl.constexpr = TILE.wide
     head = tl.program_id(0)
     t = tl.program_id(2) * T + tl.arange(0, T)
     at = (t.to(tl.int64) * HEADS + head)[:, None]
@@ -97,40 +120,30 @@ def latent_products(
 
 
 def multiply(x: Tensor, weight: Tensor | QTensor, out: Tensor, rows: int, skip: int, used: int, query: bool) -> None:
-    """Multiply tokens by `used` rows of each head's `rows`, after `skip`; queries by their columns, else by the rows."""
+    """Multiply tokens by `used` rows of each head's `rows`, after `skip`; queries sum over the rows, else over the columns."""
     x = x.contiguous()
     parts: tuple[Any, Any, Any] = (weight, None, None)
     bits = group = 0
     if isinstance(weight, QTensor):
         if weight.biases is None:
-            raise Declined("an MXFP4 weight")
+            raise Declined("the weight is MXFP4")
         if weight.lanes != 1:
-            raise Declined("a weight whose rows are interleaved")
+            raise Declined("the weight's rows are interleaved")
         parts, bits, group = (weight.packed, weight.scales, weight.biases), weight.bits, weight.group
     tokens, heads, width = x.shape[0], x.shape[1], weight.shape[1]
     if not out.numel():
         return
     many = MANY if is_invariant() else tokens
     tile = min(64, max(16, power_of_two(many)))
-    # few tokens: small parts of the result, so that all of the GPU reads the weight
+    # few tokens: small blocks of the result, so that all multiprocessors read the weight
     grid_rows, grid_columns = (32, 64) if query else (16 if many <= 16 else 64, 64)
-    pieces = cdiv(width, grid_columns) if query else cdiv(used, grid_rows)
-    launch(latent_products, (heads, pieces, cdiv(tokens, tile)))(
+    result_blocks = cdiv(width, grid_columns) if query else cdiv(used, grid_rows)
+    launch(latent_products, (heads, result_blocks, cdiv(tokens, tile)))(
         x,
         *parts,
         out,
         tokens,
-        HEADS=heads,
-        ROWS=rows,
-        SKIP=skip,
-        USED=used,
-        C=width,
-        BITS=bits,
-        GROUP=group,
-        QUERY=query,
-        T=tile,
-        R=grid_rows,
-        B=grid_columns,
-        WIDE=not narrow(x),
+        HeadRows(heads, rows, skip, used, width, bits, group),
+        Tile(query, tile, grid_rows, grid_columns, not fits_half_precision(x)),
         num_warps=4,
     )

@@ -1,8 +1,10 @@
-"""Few tokens times each head's part of `kv_b_proj`, codes of 4 or 8 bits in groups of 64, on Hopper.
+"""Few tokens times each head's rows of `kv_b_proj`, 4- or 8-bit codes in groups of 64, on Hopper.
 
-A program brings the codes of a head to shared memory before the kernel before has ended, and every token uses them from there.
-What a thread does is in `mla_products_ptx`.
+A program loads the codes of a head to shared memory before the preceding kernel has ended, and all tokens use them from there.
+The PTX is in `mla_products_ptx`.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,24 +24,36 @@ from auraflux.ops.attention.cuda.mla_products_ptx import (
     store_eight,
     words_at,
 )
+from auraflux.ops.gpu.launch import launch
 from auraflux.ops.hopper.copy import WAIT_ALL
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.ptx import AWAIT, bf16_at, run, shared
+from auraflux.ops.hopper.ptx import WAIT_AND_LAUNCH, bf16_at, run, shared
 from auraflux.ops.hopper.reduce import sum_over
 from auraflux.ops.hopper.shared_memory import float_pair_at
 from auraflux.quant import QTensor
 
 MOST_TOKENS = 64
-FEW_HEADS = 64  # up to which a head is shared by two programs
+FEW_HEADS = 64  # up to which two programs share a head
 REGISTERS = 128  # two programs of eight warps on each multiprocessor
 GROUP = gl.constexpr(64)
-LARGER, BACK = gl.constexpr(2.0**64), gl.constexpr(2.0**69)  # what factors are made larger by; back to codes as whole numbers
+LARGER, BACK = gl.constexpr(2.0**64), gl.constexpr(2.0**69)  # scale of the factors; and back to integer codes
 STEP = gl.constexpr(STEP_NBYTES)
+
+
+class CodesShape(NamedTuple):
+    """Compile-time shape: heads, rows per head, the first `nope` of them for keys, columns, bits, tokens per tile, warps."""
+
+    heads: int
+    rows: int
+    nope: int
+    width: int
+    bits: int
+    tokens: int
+    warps: int
 
 
 @gluon.jit
 def _inputs(q, tile, tokens, head, g, t, q_pitch, HEADS: gl.constexpr, NOPE: gl.constexpr, T: gl.constexpr):
-    """A lane's coordinates of T tokens: 16g + 4e + t of every 128."""
+    """Load a lane's coordinates of T tokens: 16g + 4e + t of every 128."""
     xs = ()
     for m in gl.static_range(T):
         token = gl.minimum(tile * T + m + 0 * g, tokens - 1).to(gl.int64)
@@ -51,7 +65,7 @@ def _inputs(q, tile, tokens, head, g, t, q_pitch, HEADS: gl.constexpr, NOPE: gl.
 
 @gluon.jit
 def _factors(x, scales, biases, to, g, t, NOPE: gl.constexpr, M: gl.constexpr):
-    """Leave a token's coordinates times scales in shared memory, as two bf16 numbers each; gives their sum times biases."""
+    """Store a token's coordinates times scales in shared memory, as two bf16 each; return their sum times biases."""
     PARTS: gl.constexpr = (NOPE + 127) // 128
     y = (g * 0).to(gl.float32)
     for n in gl.static_range(PARTS):
@@ -73,14 +87,20 @@ def _factors(x, scales, biases, to, g, t, NOPE: gl.constexpr, M: gl.constexpr):
 
 @gluon.jit(do_not_specialize_on_alignment=["tokens"])
 def query_codes(
-    q, w, s, b, out, tokens, q_pitch, HEADS: gl.constexpr, ROWS: gl.constexpr, NOPE: gl.constexpr, C: gl.constexpr,
-    BITS: gl.constexpr, T: gl.constexpr, W: gl.constexpr,
+    q, w, s, b, out, tokens, q_pitch, SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Sum the first NOPE rows of a head, each times its coordinate of T tokens at a time; grid (HEADS, C / 64W).
 
-    A warp has 64 channels, one group of every row; rows are what is summed over. Scales differ from row to row, so they go
-    onto the coordinates. A product of two bf16 numbers is two bf16 numbers: column 2m of the `mma` has the first of token m.
+    A warp has 64 channels, one group of every row, and sums over rows. Scales differ from row to row, so they multiply the
+    coordinates. A product of two bf16 numbers is split into two bf16: column 2m of the `mma` has the first of token m.
     """
+    HEADS: gl.constexpr = SHAPE.heads
+    ROWS: gl.constexpr = SHAPE.rows
+    NOPE: gl.constexpr = SHAPE.nope
+    C: gl.constexpr = SHAPE.width
+    BITS: gl.constexpr = SHAPE.bits
+    T: gl.constexpr = SHAPE.tokens
+    W: gl.constexpr = SHAPE.warps
     GROUPS: gl.constexpr = C // GROUP
     STEPS: gl.constexpr = NOPE // 16
     STRIDE: gl.constexpr = C * BITS // 8
@@ -102,7 +122,7 @@ def query_codes(
     for n in gl.static_range((NOPE + 127) // 128):
         at = (row0 + gl.minimum(128 * n + 16 * g + t, NOPE - 13)) * GROUPS + part * W + warp
         scales, biases = scales + four_halves(s + at, 8 * GROUPS, True), biases + four_halves(b + at, 8 * GROUPS, True)
-    run(AWAIT, lane)
+    run(WAIT_AND_LAUNCH, lane)
     factors = codes + NOPE * PITCH + warp * (STEPS * STEP)
     mine = codes + t * PITCH + warp * (8 * BITS) + g * BITS
     xs = _inputs(q, 0, tokens, head, g, t, q_pitch, HEADS, NOPE, T)
@@ -111,7 +131,7 @@ def query_codes(
         for m in gl.static_range(1, T):
             y = gl.where(t == m, _factors(xs, scales, biases, factors, g, t, NOPE, m), y)
         if T == 4:
-            # fewer tokens are one tile
+            # fewer tokens fit one tile
             xs = _inputs(q, tile + 1, tokens, head, g, t, q_pitch, HEADS, NOPE, T)
         run(WAIT_ALL, lane)
         gl.thread_barrier()
@@ -129,14 +149,19 @@ def query_codes(
 
 @gluon.jit(do_not_specialize_on_alignment=["tokens"])
 def output_codes(
-    x, w, s, b, out, tokens, x_pitch, HEADS: gl.constexpr, ROWS: gl.constexpr, SKIP: gl.constexpr, C: gl.constexpr,
-    BITS: gl.constexpr, W: gl.constexpr,
+    x, w, s, b, out, tokens, x_pitch, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Multiply eight tokens at a time by 16W rows of a head, after its first SKIP; grid (HEADS, parts of them).
+    """Multiply eight tokens at a time by 16W rows of a head, after its first SKIP; grid (HEADS, row blocks).
 
-    A warp has 16 rows, fills its own part of shared memory with them, and is the only one to read it. Sums over the tokens'
-    groups, which the biases need, are made once: each warp makes some of them.
+    A warp loads 16 rows to a region of shared memory that only it reads. Sums over the tokens' groups, which the biases need,
+    are computed once, split among warps.
     """
+    HEADS: gl.constexpr = SHAPE.heads
+    ROWS: gl.constexpr = SHAPE.rows
+    SKIP: gl.constexpr = SHAPE.nope
+    C: gl.constexpr = SHAPE.width
+    BITS: gl.constexpr = SHAPE.bits
+    W: gl.constexpr = SHAPE.warps
     GROUPS: gl.constexpr = C // GROUP
     USED: gl.constexpr = ROWS - SKIP
     STRIDE: gl.constexpr = C * BITS // 8
@@ -157,7 +182,7 @@ def output_codes(
     at = (first + g) * GROUPS
     s0, s1 = words_at(s + at, WORDS), words_at(s + at + 8 * GROUPS, WORDS)
     b0, b1 = words_at(b + at, WORDS), words_at(b + at + 8 * GROUPS, WORDS)
-    run(AWAIT, lane)
+    run(WAIT_AND_LAUNCH, lane)
     mine = codes + g * PITCH + t * (2 * BITS)
     for tile in range((tokens + 7) // 8):
         token = tile * 8 + g
@@ -189,21 +214,19 @@ def output_codes(
     memory._keep_alive()
 
 
-def carry_codes(q: Tensor, weight: QTensor, rows: int, out: Tensor) -> None:
-    """`latent_query` of few tokens, into bf16 [T, H, C]."""
+def project_queries(q: Tensor, weight: QTensor, rows: int, out: Tensor) -> None:
+    """Run `latent_query` of few tokens, into bf16 [T, H, C]."""
     (tokens, heads, nope), width = q.shape, weight.shape[1]
     warps, together = min(8 if heads > FEW_HEADS and tokens <= 4 else 4, width // 64), tokens if tokens < 3 else 4
-    sizes = {"HEADS": heads, "ROWS": rows, "NOPE": nope, "C": width, "BITS": weight.bits, "T": together}
+    shape = CodesShape(heads, rows, nope, width, weight.bits, together, warps)
     passed = q, weight.packed.view(torch.int8), weight.scales, weight.biases, out, tokens, q.stride(1)
-    launch(query_codes, (heads, width // (64 * warps)))(*passed, **sizes, W=warps, num_warps=warps, launch_pdl=True)
+    launch(query_codes, (heads, width // (64 * warps)))(*passed, shape, num_warps=warps, launch_pdl=True)
 
 
-def bring_codes(v: Tensor, weight: QTensor, nope: int, out: Tensor) -> None:
-    """`latent_output` of few tokens, into bf16 [T, H, rows - nope]."""
+def project_outputs(v: Tensor, weight: QTensor, nope: int, out: Tensor) -> None:
+    """Run `latent_output` of few tokens, into bf16 [T, H, rows - nope]."""
     (tokens, heads, width), used = v.shape, out.shape[2]
     warps = 8 if heads > FEW_HEADS and used % 128 == 0 else 4
-    sizes = {"HEADS": heads, "ROWS": nope + used, "SKIP": nope, "C": width, "BITS": weight.bits}
+    shape = CodesShape(heads, nope + used, nope, width, weight.bits, 8, warps)
     passed = v, weight.packed.view(torch.int8), weight.scales, weight.biases, out, tokens, v.stride(1)
-    launch(output_codes, (heads, used // (16 * warps)))(
-        *passed, **sizes, W=warps, num_warps=warps, maxnreg=REGISTERS, launch_pdl=True
-    )
+    launch(output_codes, (heads, used // (16 * warps)))(*passed, shape, num_warps=warps, maxnreg=REGISTERS, launch_pdl=True)

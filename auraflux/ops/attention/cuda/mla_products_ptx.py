@@ -1,7 +1,7 @@
-"""What a thread does in `mla_products_codes`, as PTX: every tensor has one element per thread.
+"""PTX of `mla_products_codes`: every tensor has one element per thread.
 
-The bits of a code, alone in half a word, are those of a bf16 number without exponent, n * 2^-133; at the upper nibble of a byte
-it is 16 times that. What they are multiplied by is made larger to match.
+The bits of a code, alone in half a word, are a subnormal bf16, n * 2^-133; in the upper nibble of a byte 16 times that. The
+other factors are scaled up to match.
 """
 
 from typing import Any
@@ -11,12 +11,12 @@ from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.mma import MMA
 
-STEP_NBYTES = 288  # of the factors of 16 rows: 256, and so many more that eight steps can be stored at once
+STEP_NBYTES = 288  # of the factors of 16 rows: 256, padded so that eight steps are stored without bank conflicts
 
 
 @gluon.constexpr_function
 def pitch_of(row_nbytes, step):
-    """Bytes from row to row in shared memory: whole rows, and so many more that neighbours lie `step` apart in the banks."""
+    """Return the row stride in shared memory, padded so that neighbouring rows are `step` bytes from each other modulo 128."""
     return row_nbytes + (step - row_nbytes) % 128
 
 
@@ -30,22 +30,22 @@ def _rows_ptx(count, pitch, stride):
 
 @gluon.jit
 def copy_rows(to, source, COUNT: gl.constexpr, PITCH: gl.constexpr, STRIDE: gl.constexpr):
-    """Request 16 bytes of each of COUNT rows."""
+    """Copy 16 bytes of each of COUNT rows asynchronously."""
     text: gl.constexpr = _rows_ptx(COUNT, PITCH, STRIDE)
     gl.inline_asm_elementwise(text, "=r,r,l,~{memory}", [to, source.to(gl.int64)], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
-def _halves_ptx(stride, kept):
-    load = "ld.global.nc.b16" if kept else "ld.global.b16"
+def _halves_ptx(stride, read_only):
+    load = "ld.global.nc.b16" if read_only else "ld.global.b16"
     text = "{.reg .b16 h<4>;" + "".join(f"{load} h{i},[$4+{i * stride}];" for i in range(4))
     return text + "".join(f"cvt.u32.u16 ${i},h{i};" for i in range(4)) + "}"
 
 
 @gluon.jit
-def four_halves(at, STRIDE: gl.constexpr, KEPT: gl.constexpr):
-    """Four bf16 numbers, STRIDE bytes apart, as bits. KEPT: no kernel changes them."""
-    text: gl.constexpr = _halves_ptx(STRIDE, KEPT)
+def four_halves(at, STRIDE: gl.constexpr, READ_ONLY: gl.constexpr):
+    """Load four bf16 numbers at a stride of STRIDE bytes, as bits. READ_ONLY: no kernel writes them."""
+    text: gl.constexpr = _halves_ptx(STRIDE, READ_ONLY)
     kinds: gl.constexpr = (gl.int32,) * 4
     return gl.inline_asm_elementwise(text, "=r,=r,=r,=r,l,~{memory}", [at.to(gl.int64)], kinds, is_pure=False, pack=1)
 
@@ -58,14 +58,14 @@ PUT_FOUR = gl.constexpr(
 
 @gluon.jit
 def put_four(to, values, there):
-    """Four numbers as bf16 to shared memory."""
+    """Store four numbers as bf16 to shared memory."""
     args = [to, values[0], values[1], values[2], values[3], there.to(gl.int32)]
     gl.inline_asm_elementwise(PUT_FOUR, "=r,r,f,f,f,f,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
 def _channels_ptx(bits, steps, pitch):
-    """Rows 16s + 4e + t of the codes at $16 (row t), factors at $17. A word has neighbours of one row: two rows make pairs."""
+    """Return PTX for rows 16s + 4e + t of the codes at $16 (row t), factors at $17; words of two rows are combined to pairs."""
     text = "{.reg .b32 u<4>,v<4>,a<4>,b<2>,p,q;" + "".join(f"mov.f32 ${i},0f00000000;" for i in range(16))
     for step in range(steps):
         for e in range(4):
@@ -92,7 +92,7 @@ CHANNELS_REGS = gl.constexpr("=&f," * 16 + "r,r,~{memory}")
 
 @gluon.jit
 def channel_sums(codes, factors, BITS: gl.constexpr, STEPS: gl.constexpr, PITCH: gl.constexpr):
-    """Sums over rows for channels 8g to 8g + 7, in pairs: of the even one for columns 2t and 2t + 1, then of the odd one."""
+    """Return sums over rows for channels 8g to 8g + 7 in pairs: the even one for columns 2t and 2t + 1, then the odd one."""
     text: gl.constexpr = _channels_ptx(BITS, STEPS, PITCH)
     kinds: gl.constexpr = (gl.float32,) * 16
     return gl.inline_asm_elementwise(text, CHANNELS_REGS, [codes, factors], kinds, is_pure=False, pack=1)
@@ -107,7 +107,7 @@ STORE_EIGHT = gl.constexpr(
 
 @gluon.jit
 def store_eight(to, v, there):
-    """Eight numbers as bf16, side by side."""
+    """Store eight adjacent numbers as bf16."""
     args = [to.to(gl.int64), v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], there.to(gl.int32)]
     gl.inline_asm_elementwise(STORE_EIGHT, "=r,l,f,f,f,f,f,f,f,f,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
 
@@ -120,7 +120,7 @@ def _words_ptx(count):
 
 @gluon.jit
 def words_at(at, COUNT: gl.constexpr):
-    """COUNT words of a weight: 1, 2 or 4."""
+    """Load COUNT words of a weight: 1, 2 or 4."""
     text: gl.constexpr = _words_ptx(COUNT)
     place = at.to(gl.int64)
     if COUNT == 1:
@@ -142,7 +142,7 @@ SIXTEEN_REGS = gl.constexpr("=&r," * 8 + "l,r,~{memory}")
 
 @gluon.jit
 def sixteen_at(at, there):
-    """16 values of a token, two to a word; zeros where there is none."""
+    """Load 16 values of a token, two per word; zeros where masked."""
     args = [at.to(gl.int64), there.to(gl.int32)]
     return gl.inline_asm_elementwise(SIXTEEN, SIXTEEN_REGS, args, (gl.int32,) * 8, is_pure=False, pack=1)
 
@@ -159,7 +159,7 @@ PUT_PAIR = gl.constexpr("{.reg .pred p; setp.ne.b32 p,$4,0; @p st.shared.v2.f32 
 
 @gluon.jit
 def put_totals(to, x, there):
-    """The sums of a group of 64 values of tokens 2t and 2t + 1, to shared memory."""
+    """Store the sums of a group of 64 values of tokens 2t and 2t + 1 to shared memory."""
     args = [x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]]
     total = gl.inline_asm_elementwise(TOTAL, TOTAL_REGS, args, (gl.float32,) * 2, is_pure=True, pack=1)
     put = [to, total[0], total[1], there.to(gl.int32)]
@@ -168,14 +168,14 @@ def put_totals(to, x, there):
 
 @gluon.constexpr_function
 def _group_ptx(bits, pitch):
-    """16 rows x 64 codes at $4 (row g; row g + 8 lies eight further); 16 values of x in $5 to $12."""
+    """Return PTX for 16 rows x 64 codes at $4 (row g; row g + 8 is eight rows further); 16 values of x in $5 to $12."""
     text = "{.reg .b32 u<4>,v<4>,a<4>,b<2>,large,less; mov.b32 large,0x5F805F80; mov.b32 less,0x5D805D80;"
     text += "".join(f"mov.f32 ${i},0f00000000;" for i in range(4))
     width = 2 if bits == 4 else 4
     for r, offset in (("u", 0), ("v", 8 * pitch)):
         text += f"ld.shared.v{width}.b32 {{{','.join(f'{r}{k}' for k in range(width))}}},[$4+{offset}];"
     for j in range(4):
-        # of a word of 4 bits codes n and n + 4 are a pair, of 8 bits n and n + 2
+        # in a word of 4-bit codes n and n + 4 are a pair, of 8-bit codes n and n + 2
         word, odd = (0, j // 2) if bits == 4 else (j // 2 * 2, j % 2)
         mask, size = ("0x00FF00FF", "large") if bits == 8 else (("0x000F000F", "large"), ("0x00F000F0", "less"))[j % 2]
         if odd and (bits == 8 or j == 2):
@@ -195,7 +195,7 @@ GROUP_REGS = gl.constexpr("=&f,=&f,=&f,=&f,r" + ",r" * 8 + ",~{memory}")
 
 @gluon.jit
 def group_products(codes, x, BITS: gl.constexpr, PITCH: gl.constexpr):
-    """Rows g and g + 8 times a group of tokens 2t and 2t + 1."""
+    """Return rows g and g + 8 times a group of tokens 2t and 2t + 1."""
     text: gl.constexpr = _group_ptx(BITS, PITCH)
     args = [codes, x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]]
     return gl.inline_asm_elementwise(text, GROUP_REGS, args, (gl.float32,) * 4, is_pure=False, pack=1)

@@ -1,5 +1,7 @@
-"""New tokens of latent attention on CUDA: the latent normalised, the key and the queries rotated by RoPE, and what is kept
-stored, all in one launch. One program of a token takes latent and key, the others some of its queries."""
+"""Fused append of latent attention on CUDA: norm of the latent, RoPE of key and queries, and the cache write, in one launch.
+
+One program of a token handles latent and key, the others some of its queries.
+"""
 
 from typing import Any, NamedTuple
 
@@ -9,18 +11,18 @@ from torch import Tensor
 
 from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.attention.pages import LatentPages
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.pages import index_of, place_token
-from auraflux.ops.hopper.rope import Rope, cos_sin, rotate_heads
-from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.gpu.blocks.pages import index_of, place_token
+from auraflux.ops.gpu.blocks.rope import Rope, cos_sin, rotate_heads
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv, power_of_two
 
-MOST_FUSED = 64  # tokens; more are taken apart, rotated and stored step by step
+MOST_FUSED = 64  # tokens; more are split, rotated and stored by separate kernels
 QUERIES = 8  # heads of a program
 
 
 @triton.jit
 def normed_latent(kv, norm, eps, C: tl.constexpr, P: tl.constexpr):
-    """Load a latent and normalise it: [1, P] float32, rounded as if it were stored."""
+    """Load a latent and normalise it: [1, P] float32, rounded as if stored."""
     c = tl.arange(0, P)[None, :]
     wide = tl.load(kv + c, mask=c < C, other=0.0).to(tl.float32)
     wide *= 1.0 / tl.sqrt(tl.sum(wide * wide, 1, keep_dims=True) * (1.0 / C) + eps)
@@ -79,7 +81,7 @@ Rotation = tuple[Tensor, Tensor, float, bool]
 
 
 class Queries(NamedTuple):
-    """How queries are rotated: heads of a program, pairs of a head up to a power of two, whether neighbours are pairs."""
+    """Rotation of queries: heads per program, pairs of a head up to a power of two, and whether neighbours are pairs."""
 
     heads: int
     half: int
@@ -87,26 +89,26 @@ class Queries(NamedTuple):
 
 
 def not_fused(q: Tensor, heads: int, nope: int, inv_freq: Tensor) -> str | None:
-    """Why norm, RoPE and storing are not one launch; None if they are."""
+    """Return why norm, RoPE and append are not one launch, or None if they are."""
     if not len(q) > 0 or (len(q) > MOST_FUSED and not is_invariant()):
         return f"{len(q)} tokens; it is for up to {MOST_FUSED}"
     return None if 2 * len(inv_freq) == q.shape[1] // heads - nope else "not all of a key's channels are rotated"
 
 
 def rope_of(rotation: Rotation) -> Rope:
-    """Give a rotation as kernels take it."""
+    """Return a rotation as kernel argument."""
     return Rope(rotation[0], rotation[1], float(rotation[2]))
 
 
-def queries_apart(q: Tensor, heads: int, nope: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the two parts of the queries where they lie, and room for the rotated ones."""
+def split_queries(q: Tensor, heads: int, nope: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views of the queries' two parts, and an output for the rotated one."""
     both = q.unflatten(1, (heads, -1))
-    plain, rotated = both[..., :nope], both[..., nope:]
-    return plain, rotated, q.new_empty(rotated.shape)
+    nope_part, rotated = both[..., :nope], both[..., nope:]
+    return nope_part, rotated, q.new_empty(rotated.shape)
 
 
 def launch_sizes(q_rope: Tensor, kv: Tensor, rotation: Rotation) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Give the grid, and the constants that both ways of storing latents share."""
+    """Return the grid, and the constants shared by full-precision and quantized append."""
     (tokens, heads, rope), latent = q_rope.shape, kv.shape[1] - q_rope.shape[2]
     padded = max(32, power_of_two(latent))
     block = min(QUERIES, power_of_two(heads))
@@ -119,8 +121,8 @@ def rope_append(
     q: Tensor, kv: Tensor, heads: int, nope: int, pages: LatentPages, starts: Tensor, norm: Tensor, eps: float,
     rotation: Rotation,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Store latents and keys as they are; gives the plain parts of the queries, heads apart, and the rotated ones."""
-    plain, rotated, out = queries_apart(q, heads, nope)
+    """Append latents and keys in full precision; return the strided nope part of the queries and the rotated part."""
+    nope_part, rotated, out = split_queries(q, heads, nope)
     grid, sizes = launch_sizes(rotated, kv, rotation)
     launch(rotate_and_append_latent, grid)(
         *(rotated, kv, out, norm, rope_of(rotation), float(eps), rotated.stride(1), heads),
@@ -130,4 +132,4 @@ def rope_append(
         S=power_of_two(pages.table.shape[0]),
         **sizes,
     )
-    return plain, out
+    return nope_part, out

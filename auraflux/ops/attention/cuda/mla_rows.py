@@ -1,9 +1,8 @@
-"""Latent attention of many heads on Hopper, in Gluon: 64 heads of one token a program, in bf16.
+"""Latent attention of many heads on Hopper, in Gluon: 64 heads of one token per program, in bf16.
 
-Latents come by TMA and stay where they are: they are keys to the tensor cores, then values. One group of four warps
-makes scores and weights; two others have half of the results' channels each, and mix one tile
-while the first is at the scores of the next. What is passed between them, weights and how far earlier results fade, lies in
-shared memory.
+Latents are loaded by TMA once, and serve as keys, then as values. One warpgroup computes scores and weights; two others have
+half of the output channels each, and accumulate one tile while the first computes the scores of the next. Weights and the
+rescaling of earlier sums are exchanged through shared memory.
 """
 
 from typing import Any, NamedTuple
@@ -20,20 +19,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from auraflux.ops.attention.cuda.mla_tma import ROWS, clear, feed
+from auraflux.ops.attention.cuda.mla_tma import ROWS, LatentShape, clear, feed
 from auraflux.ops.attention.pages import LatentPages
-from auraflux.ops.hopper.device import multiprocessors
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.pages import index_of
-from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.hopper.softmax import LOG2E
-from auraflux.ops.hopper.split_kv import TILE, Whole, columns, keys_each, merge, room_for, share_of, splits_for, tiles_of
+from auraflux.ops.gpu.blocks.pages import index_of
+from auraflux.ops.gpu.blocks.softmax import LOG2E
+from auraflux.ops.gpu.device import multiprocessors
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv, power_of_two
+from auraflux.ops.hopper.split_kv import (
+    TILE,
+    SingleSplit,
+    columns,
+    empty_split_partials,
+    invariant_split_keys,
+    merge,
+    split_range,
+    splits_for,
+    tiles_of,
+)
 
 HEADS, LATENT, ROPE = 64, 512, 64  # of a program, and channels
 STAGES = 2
 MERGED = 128  # channels of a program that merges
 BF, F32 = gl.bfloat16, gl.float32
-# wider instructions want more registers than the compiler sees
+# wider instructions need more registers than the compiler has
 SUMS = gl.constexpr(columns(128))
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -43,8 +52,8 @@ class Memory(NamedTuple):
 
     Q, QR  queries and rotated queries
     K, R   tiles of latents and of rotated keys in flight
-    P, F   weights, and what becomes of earlier sums
-    bars   barriers of tiles full and empty, of queries, of weights made and used
+    P, F   weights, and the rescaling of earlier sums
+    bars   barriers of tiles full and empty, of queries, of weights ready and used
     """
 
     Q: Any
@@ -57,11 +66,11 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def _score(
-    memory, table, parts, scale, begin, end, count, at, room, splits, pool, PAGE: gl.constexpr, N: gl.constexpr,
-    ST: gl.constexpr,
-):  # fmt: skip
-    """Make the weights of each tile, and at last what the results must be multiplied with."""
+def _score(memory, table, parts, scale, begin, end, count, at, room, splits, pool, SHAPE: gl.constexpr):
+    """Compute the weights of each tile, and finally the normalisation of the results."""
+    PAGE: gl.constexpr = SHAPE.page
+    N: gl.constexpr = SHAPE.positions
+    ST: gl.constexpr = SHAPE.stages
     T: gl.constexpr = columns(N)
     position, row = gl.arange(0, N, gl.SliceLayout(0, T)), gl.arange(0, 64, gl.SliceLayout(1, T))
     m = gl.full([64], float("-inf"), F32, gl.SliceLayout(1, T))
@@ -101,7 +110,7 @@ def _score(
 
 @gluon.jit
 def _mix(memory, out, count, at, room, splits, ST: gl.constexpr, HALF: gl.constexpr):
-    """Add up half of the channels, and store their means."""
+    """Accumulate half of the channels, and store the normalised results."""
     acc = gl.full([64, 256], 0.0, F32, SUMS)
     for i in range(count):
         mbarrier.wait(memory.bars.index(i % ST), i // ST % 2)
@@ -112,7 +121,7 @@ def _mix(memory, out, count, at, room, splits, ST: gl.constexpr, HALF: gl.conste
         mbarrier.arrive(memory.bars.index(2 * ST + 2))
         mbarrier.arrive(memory.bars.index(ST + i % ST))
     mbarrier.wait(memory.bars.index(2 * ST + 1), count % 2)
-    # queries are done with; their place lets lines be stored whole
+    # reuses the memory of the queries for coalesced stores
     lines = memory.Q.slice(HALF * 256, 256, dim=1)
     lines.store((acc * memory.F.load(gl.SliceLayout(1, SUMS))[:, None]).to(BF))
     gl.thread_barrier()
@@ -122,14 +131,13 @@ def _mix(memory, out, count, at, room, splits, ST: gl.constexpr, HALF: gl.conste
 
 
 @gluon.jit
-def latent_rows(
-    queries, rotated, latents, ropes, index, parts, scale, heads, splits, PAGE: gl.constexpr, S: gl.constexpr, N: gl.constexpr,
-    ST: gl.constexpr, EACH: gl.constexpr,
-):  # fmt: skip
-    """64 heads of one token with one share of its positions; grid (tokens * tiles of heads, splits)."""
+def latent_rows(queries, rotated, latents, ropes, index, parts, scale, heads, splits, SHAPE: gl.constexpr):
+    """Attend from 64 heads of one token to one split of its positions; grid (tokens * head tiles, splits)."""
+    N: gl.constexpr = SHAPE.positions
+    ST: gl.constexpr = SHAPE.stages
     tiles = (heads + 63) // 64
     token, first, split = gl.program_id(0) // tiles, gl.program_id(0) % tiles * 64, gl.program_id(1)
-    share = share_of(token, split, splits, 1 << 30, index, S, N, EACH)
+    share = split_range(token, split, splits, 1 << 30, index, SHAPE.sequences, N, SHAPE.split_keys)
     sequence, begin, _, end, count, old, _ = share
     line, room = token * heads + first, heads - first
     at = line.to(gl.int64) * splits + split
@@ -148,11 +156,10 @@ def latent_rows(
     memory = Memory(Q, QR, K, R, P, F, bars)
     gl.warp_specialize(
         [
-            (_score, (memory, table, parts, scale, begin, end, count, at, room, splits, index.pool, PAGE, N, ST)),
+            (_score, (memory, table, parts, scale, begin, end, count, at, room, splits, index.pool, SHAPE)),
             (_mix, (memory, parts.o, count, at, room, splits, ST, 0)),
             (_mix, (memory, parts.o, count, at, room, splits, ST, 1)),
-            (feed, (queries, rotated, latents, ropes, Q, QR, K, R, bars, table, begin, old, count, line, index.pool,
-                    PAGE, 64, N, ST, ST)),
+            (feed, (queries, rotated, latents, ropes, memory, table, begin, old, count, line, index.pool, SHAPE)),
         ],
         [4, 4, 1],
         [184, 184, 40],
@@ -167,16 +174,18 @@ def attend_rows(
     scale: float,
     out: Tensor,
 ) -> None:
-    """`latent_attention` of many heads into `out`."""
+    """Run `latent_attention` of many heads into `out`."""
     (tokens, heads, _), (sequences, table_width), page = q_latent.shape, pages.table.shape, pages.pool[1]
     tiles = tokens * cdiv(heads, HEADS)
-    splits, fixed = splits_for(multiprocessors(out.device) // tiles, table_width * page), keys_each()
-    # rounded once more, which means of many shares do not show
-    parts = None if splits == 1 and not fixed else room_for(tokens * heads, splits, LATENT, torch.bfloat16, out.device)
+    splits, fixed = splits_for(multiprocessors(out.device) // tiles, table_width * page), invariant_split_keys()
+    # bf16 partials: the additional rounding is below that of the result
+    parts = (
+        None if splits == 1 and not fixed else empty_split_partials(tokens * heads, splits, LATENT, torch.bfloat16, out.device)
+    )
     launch(latent_rows, (tiles, splits))(
         tiles_of(q_latent, HEADS), tiles_of(q_rope, HEADS), tiles_of(pages.latent, TILE), tiles_of(pages.rope, TILE),
-        index_of(pages, starts), parts or Whole(out), scale * LOG2E.value, heads, splits, page, power_of_two(sequences),
-        TILE, STAGES, fixed, num_warps=4, launch_pdl=True,
+        index_of(pages, starts), parts or SingleSplit(out), scale * LOG2E.value, heads, splits,
+        LatentShape(page, power_of_two(sequences), HEADS, TILE, STAGES, STAGES, fixed), num_warps=4, launch_pdl=True,
     )  # fmt: skip
     if parts is not None:
         merge(parts, None, out, MERGED, False)

@@ -1,10 +1,10 @@
-"""What a program of `prefill` is made of: its rows, the keys they see, how these reach it, and its softmax."""
+"""Parts of `prefill`: rows of a tile, their visible keys, TMA loads, and the online softmax."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from auraflux.ops.hopper.reduce import same
+from auraflux.ops.hopper.reduce import warp_uniform
 from auraflux.ops.hopper.split_kv import LIST, columns
 
 F32 = gl.float32
@@ -22,13 +22,13 @@ def advance(stage, phase, ST: gl.constexpr):
 
 @gluon.jit
 def rows_of_tile(tile, index, G: gl.constexpr, S: gl.constexpr):
-    """Find a tile's sequence; give it, its first token, new tokens, length, and the first of its rows in the tile."""
+    """Return a tile's sequence, its first token, new tokens, length, and the first of its rows in the tile."""
     b = gl.arange(0, S, LIST)
     start = gl.load(index.starts + b, mask=b < index.sequences, other=0)
     first = gl.where(b < index.sequences, start * G // 128 + b, 1 << 30)
     sequence = gl.sum((first <= tile).to(gl.int32), 0) - 1
     if S > 1:
-        sequence = same(sequence)
+        sequence = warp_uniform(sequence)
     start = gl.load(index.starts + sequence)
     new = gl.load(index.starts + sequence + 1) - start
     return sequence, start, new, gl.load(index.lengths + sequence), (tile - start * G // 128 - sequence) * 128
@@ -36,7 +36,7 @@ def rows_of_tile(tile, index, G: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def keys_of_rows(first, last, window):
-    """Give the keys [begin, end) that rows at positions [first, last] see, and those [full, edge) that all of them see."""
+    """Return the keys [begin, end) that rows at positions [first, last] see, and those [full, edge) that all of them see."""
     begin = gl.maximum(0, first - window + 1) // 64 * 64
     end = gl.maximum(last + 1, begin)
     full = begin + (gl.maximum(last - window + 1 - begin, 0) + 63) // 64 * 64
@@ -45,72 +45,74 @@ def keys_of_rows(first, last, window):
 
 
 @gluon.jit
-def tile_at(i, parted, begin, full, edge):
-    """First position of the i-th tile: those seen in part, `parted` of them, come before the others."""
+def tile_at(i, masked, begin, full, edge):
+    """Return the first position of the i-th tile: the `masked` partially visible ones come first."""
     first = begin + i * 64
     first += gl.where(first >= full, edge - full, 0)
-    return gl.where(i < parted, first, full + (i - parted) * 64)
+    return gl.where(i < masked, first, full + (i - masked) * 64)
 
 
 @gluon.jit
-def tile_near(i, near, parted, begin, full, edge, NEAR: gl.constexpr):
-    """First position of the i-th tile, and how far its page lies from its own place in the table.
+def tile_position(i, recent, masked, begin, full, edge, RECENT: gl.constexpr):
+    """Return the first position of the i-th tile, and the offset of its page from its regular place in the table.
 
-    near  how many tiles of keys near to the rows come before all others, the first position of these, and where they are
+    recent  number of tiles of recent keys, which come first, their first position, and their page offset
     """
-    if not NEAR:
-        return tile_at(i, parted, begin, full, edge), 0
-    count, first, shift = near
-    others = tile_at(i - count, parted - count, begin, full, edge)
+    if not RECENT:
+        return tile_at(i, masked, begin, full, edge), 0
+    count, first, shift = recent
+    others = tile_at(i - count, masked - count, begin, full, edge)
     return gl.where(i < count, first + i * 64, others), gl.where(i < count, shift, 0)
 
 
 @gluon.jit
-def feed(
-    keys, values, K, V, bars, table, begin, full, edge, parted, count, near, head, pool,
-    HEADS: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, NEAR: gl.constexpr,
-):  # fmt: skip
+def feed(keys, values, memory, table, rows, head, SHAPE: gl.constexpr):
+    PAGE: gl.constexpr = SHAPE.page
+    ST: gl.constexpr = SHAPE.stages
+    RECENT: gl.constexpr = SHAPE.recent
+    NBYTES: gl.constexpr = 64 * SHAPE.width * 2
+    bars, count = memory.bars, rows.tiles
+    recent, masked, begin, full, edge = rows.recent, rows.masked, rows.begin, rows.full, rows.edge
     stage, phase = 0, 1
-    NBYTES: gl.constexpr = 64 * D * 2
-    first, shift = tile_near(0, near, parted, begin, full, edge, NEAR)
+    first, shift = tile_position(0, recent, masked, begin, full, edge, RECENT)
     following = gl.load(table + gl.where(count > 0, first // PAGE + shift, 0))
     for i in range(count):
-        first, page = tile_near(i, near, parted, begin, full, edge, NEAR)[0], following
-        after, shift = tile_near(gl.minimum(i + 1, count - 1), near, parted, begin, full, edge, NEAR)
+        first, page = tile_position(i, recent, masked, begin, full, edge, RECENT)[0], following
+        after, shift = tile_position(gl.minimum(i + 1, count - 1), recent, masked, begin, full, edge, RECENT)
         following = gl.load(table + after // PAGE + shift)
-        row = (gl.where((page >= 0) & (page < pool), page, 0) * HEADS + head) * PAGE + first % PAGE
+        row = (gl.where((page >= 0) & (page < rows.pool), page, 0) * SHAPE.key_heads + head) * PAGE + first % PAGE
         mbarrier.wait(bars.index(2 * ST + stage), phase)
         mbarrier.expect(bars.index(stage), NBYTES)
-        tma.async_copy_global_to_shared(keys, [row, 0], bars.index(stage), K.index(stage))
+        tma.async_copy_global_to_shared(keys, [row, 0], bars.index(stage), memory.K.index(stage))
         mbarrier.wait(bars.index(3 * ST + stage), phase)
         mbarrier.expect(bars.index(ST + stage), NBYTES)
-        tma.async_copy_global_to_shared(values, [row, 0], bars.index(ST + stage), V.index(stage))
+        tma.async_copy_global_to_shared(values, [row, 0], bars.index(ST + stage), memory.V.index(stage))
         stage, phase = advance(stage, phase, ST)
 
 
 @gluon.jit
-def capped(s, scale, softcap, SOFTCAP: gl.constexpr):
-    """Squash scores, where they are; otherwise `soften` scales them."""
+def softcap_log2(s, scale, softcap, SOFTCAP: gl.constexpr):
+    """Apply the softcap; without one `online_softmax` scales the scores."""
     if SOFTCAP:
-        # tanh by one exponential; its absolute error is what counts here
+        # tanh by one exponential; only its absolute error matters here
         s = softcap * (1.0 - 2.0 / (gl.exp(2.0 * (s * scale / softcap)) + 1.0))
     return s
 
 
 @gluon.jit
-def soften(s, m, l, factor, D: gl.constexpr):  # noqa: E741
-    """Take a tile of scores into the running softmax: weights, what becomes of earlier sums, maximum and sum."""
+def online_softmax(s, m, l, factor, D: gl.constexpr):  # noqa: E741
+    """Update the running softmax by a tile of scores; return weights, rescaling of earlier sums, maximum and sum."""
     top = gl.maximum(m, gl.max(s, 1) * factor)
     safe = gl.where(top == float("-inf"), 0.0, top)
     p = gl.exp2(s * factor - safe[:, None])
-    fade = gl.exp2(m - safe)
-    return p, gl.convert_layout(fade, gl.SliceLayout(1, columns(D))), top, l * fade + gl.sum(p, 1)
+    rescale = gl.exp2(m - safe)
+    return p, gl.convert_layout(rescale, gl.SliceLayout(1, columns(D))), top, l * rescale + gl.sum(p, 1)
 
 
 @gluon.jit
 def mix_by_rows(acc, p, values, head, first, end, position, window, page, HEADS: gl.constexpr, PAGE: gl.constexpr,
                  D: gl.constexpr):  # fmt: skip
-    """Add values by their weights key by key, for those rows that see it: 0 times NaN must not reach the others."""
+    """Accumulate values key by key, for the rows that see it: 0 times NaN must not reach the others."""
     d, key = gl.arange(0, D, gl.SliceLayout(0, columns(D))), gl.arange(0, 64, KEY)
     lines = values + ((page.to(gl.int64) * HEADS + head) * PAGE + first % PAGE) * D
     position = gl.convert_layout(position, gl.SliceLayout(1, columns(D)))
@@ -124,7 +126,7 @@ def mix_by_rows(acc, p, values, head, first, end, position, window, page, HEADS:
 
 @gluon.jit
 def lines_of(first, start, new, heads, head, G: gl.constexpr, D: gl.constexpr):
-    """Where 64 rows lie in the queries and in the results, and which of them there are."""
+    """Return offsets of 64 rows in queries and results, and which of them exist."""
     r = first + gl.arange(0, 64, gl.SliceLayout(1, LINES))
     at = ((start + gl.minimum(r // G, new - 1)).to(gl.int64) * heads + head * G + r % G)[:, None] * D
     at = at + gl.arange(0, D, gl.SliceLayout(0, LINES))[None, :]

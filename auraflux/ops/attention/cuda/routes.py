@@ -1,9 +1,9 @@
-"""Which kernel attends on CUDA: the first below that does not refuse.
+"""Attention kernels on CUDA: the first route below that does not refuse a call.
 
-Plain Triton serves everything. On Hopper few new tokens read keys once for all heads that share them, and divide the keys
-among programs; many keep the tensor cores busy with tiles of queries. Latents are the same with all heads on one key.
+Plain Triton serves everything. On Hopper, decode reads keys once for all heads that share them, and splits the keys among
+programs; prefill runs tiles of queries on the tensor cores. Latent attention is the same with all heads on one key.
 
-Inside `invariant` any number of tokens is attended from as few are, each alone.
+Inside `invariant` every token is attended from separately, as in decode.
 """
 
 from typing import NamedTuple
@@ -14,9 +14,9 @@ from torch import Tensor
 from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.attention.cuda import decode, flash_paged, mla_columns, mla_products, mla_products_codes, mla_rows, prefill
 from auraflux.ops.attention.pages import KVPages, LatentPages
-from auraflux.ops.hopper.codes import check_order
-from auraflux.ops.hopper.device import interpreted, not_hopper
-from auraflux.ops.hopper.flash import Near
+from auraflux.ops.gpu.blocks.codes import check_order
+from auraflux.ops.gpu.blocks.flash import RecentKeys
+from auraflux.ops.gpu.device import interpreted, not_hopper
 from auraflux.ops.hopper.split_kv import TILE
 from auraflux.ops.linear.cuda.dequantize import dense_weight
 from auraflux.ops.routes import Route, Routes
@@ -28,14 +28,14 @@ WIDTHS = (64, 128, 256)  # of heads
 MOST_POSITIONS = 1 << 31  # of a pool over all key heads, which TMA counts in 32 bits
 CODES = ((4, 64, 1, BF16), (8, 64, 1, BF16))
 
-EMPTY = "nothing is asked for"
+EMPTY = "the call is empty"
 UNALIGNED = "an address is not a multiple of 16 bytes"
 
 
 class Attend(NamedTuple):
-    """`attention`: what it is called with, and where results go.
+    """Arguments of `attention`, and its output.
 
-    near  None; or keys near to a query lie elsewhere in the same pool
+    recent  None; or a query's recent keys are in other pages of the same pool
     """
 
     q: Tensor
@@ -46,11 +46,11 @@ class Attend(NamedTuple):
     sinks: Tensor | None
     softcap: float | None
     out: Tensor
-    near: Near | None = None
+    recent: RecentKeys | None = None
 
 
 class AttendLatent(NamedTuple):
-    """`latent_attention`: what it is called with, and where results go."""
+    """Arguments of `latent_attention`, and its output."""
 
     q_latent: Tensor
     q_rope: Tensor
@@ -61,9 +61,9 @@ class AttendLatent(NamedTuple):
 
 
 class HeadProducts(NamedTuple):
-    """Tokens [T, H, A] times a part of each head's rows of a weight: `used` of `rows`, after `skip`.
+    """Product of tokens [T, H, A] with a slice of each head's rows of a weight: `used` of `rows`, after `skip`.
 
-    query  carried into the latent space, [T, H, C]; else brought back from it, [T, H, used]
+    query  project into the latent space, [T, H, C]; else back from it, [T, H, used]
     """
 
     x: Tensor
@@ -76,17 +76,17 @@ class HeadProducts(NamedTuple):
 
 
 def _not_by_tma(call: Attend) -> str | None:
-    """Why TMA does not bring tiles of keys and values."""
+    """Return why TMA cannot load tiles of keys and values."""
     q, pages = call.q, call.pages
     if not call.out.numel():
         return EMPTY
     if q.dtype is not pages.k.dtype or q.dtype not in HALVES:
-        return "queries and keys are not of one 16-bit type"
+        return "queries and keys do not share a 16-bit dtype"
     pool, key_heads, page, width = pages.k.shape
     if width not in WIDTHS or pages.v.shape[3] != width:
         return f"heads of {width} and {pages.v.shape[3]}; it is for 64, 128 or 256"
     if page % TILE or pool * key_heads * page >= MOST_POSITIONS:
-        return f"{pool} pages of {page} are not whole tiles of {TILE}, or too many"
+        return f"{pool} pages of {page} are not multiples of {TILE}-token tiles, or too many"
     if (q.data_ptr() | pages.k.data_ptr() | pages.v.data_ptr()) % 16:
         return UNALIGNED
     return not_hopper(q.device)
@@ -95,10 +95,10 @@ def _not_by_tma(call: Attend) -> str | None:
 def _refuses_decode(call: Attend) -> str | None:
     tokens, heads, _ = call.q.shape
     sequences, key_heads = len(call.pages.table), call.pages.k.shape[1]
-    if call.near is not None:
-        return "keys near to a query lie elsewhere"
+    if call.recent is not None:
+        return "recent keys are in other pages"
     if tokens > 2 * sequences and not is_invariant():
-        # more tokens of a sequence share the reading of keys in the other kernels
+        # with more tokens of a sequence the other kernels reuse loaded keys
         return f"{tokens} new tokens of {sequences} sequences; it is for up to two of each"
     if heads // key_heads > decode.MOST_COLUMNS:
         return f"{heads // key_heads} heads share a key; it is for up to {decode.MOST_COLUMNS}"
@@ -119,7 +119,7 @@ def _refuses_prefill(call: Attend) -> str | None:
     if call.window is not None:
         positions = min(positions, call.window + tokens)
     most = next(most for least, most in prefill.UNSPLIT if programs >= least)
-    return None if positions <= most else f"{programs} programs for {positions} positions: flash_paged divides the keys"
+    return None if positions <= most else f"{programs} programs for {positions} positions: flash_paged splits the keys"
 
 
 def _refuses_latent(call: AttendLatent) -> str | None:
@@ -131,12 +131,12 @@ def _refuses_latent(call: AttendLatent) -> str | None:
     if (call.q_latent.shape[2], call.q_rope.shape[2]) != (mla_rows.LATENT, mla_rows.ROPE):
         return f"latents of {call.q_latent.shape[2]} with keys of {call.q_rope.shape[2]}; it is for 512 with 64"
     if call.pages.pool[1] % TILE:
-        return f"pages of {call.pages.pool[1]} are not whole tiles of {TILE}"
+        return f"pages of {call.pages.pool[1]} are not multiples of {TILE}-token tiles"
     if any(x.data_ptr() % 16 for x in tensors):
         return UNALIGNED
     tokens, heads, _ = call.q_latent.shape
     if heads % mla_rows.HEADS and tokens > 2 * len(call.pages.table) and not is_invariant():
-        # many tokens with few heads share the reading of latents in the other kernel
+        # with many tokens and few heads the other kernel reuses loaded latents
         return f"{tokens} new tokens with {heads} heads"
     return not_hopper(call.q_latent.device)
 
@@ -148,10 +148,10 @@ def _refuses_mla_columns(call: AttendLatent) -> str | None:
 
 
 def _refuses_codes(call: HeadProducts) -> str | None:
-    """Why tokens and a format are not for the kernels that read codes; and what each of the two needs besides."""
+    """Return why tokens or format do not fit the kernels on codes."""
     x, weight = call.x, call.weight
     if not isinstance(weight, QTensor) or weight.biases is None or weight.format not in CODES:
-        return "the weight is not of 4 or 8 affine bits in groups of 64, in bf16"
+        return "the weight is not affine 4- or 8-bit in groups of 64 with bf16 scales"
     if not 0 < len(x) <= mla_products_codes.MOST_TOKENS or x.dtype is not BF16:
         return f"{len(x)} tokens; it is for up to {mla_products_codes.MOST_TOKENS} in bf16"
     if (weight.packed.data_ptr() | weight.scales.data_ptr() | weight.biases.data_ptr()) % 16:
@@ -159,9 +159,9 @@ def _refuses_codes(call: HeadProducts) -> str | None:
     width = weight.shape[1]
     if call.query:
         if call.used % 16 or not 16 <= call.used <= 256 or width // 64 not in (2, 4, 8):
-            return f"{call.used} rows of {width} are not whole steps, or warps have not all groups"
+            return f"{call.used} rows of {width} are not multiples of 16 rows and 2, 4 or 8 groups"
     elif x.data_ptr() % 16 or x.stride(1) % 8 or call.used % 64 or width not in (128, 256, 512):
-        return f"{call.used} rows of {width} are not whole tiles, or values are not aligned"
+        return f"{call.used} rows of {width} are not full tiles, or values are not aligned"
     return not_hopper(x.device)
 
 
@@ -170,9 +170,7 @@ def _refuses_bmm(call: HeadProducts) -> str | None:
         return EMPTY
     if interpreted() or call.x.dtype is torch.float32:
         return "float32 stays in Triton: cuBLAS would round it"
-    return (
-        "the weight is of another type" if isinstance(call.weight, Tensor) and call.weight.dtype is not call.x.dtype else None
-    )
+    return "the weight has another dtype" if isinstance(call.weight, Tensor) and call.weight.dtype is not call.x.dtype else None
 
 
 def _never(call: object) -> None:
@@ -188,8 +186,8 @@ def _prefill(call: Attend) -> None:
 
 
 def _flash(call: Attend) -> None:
-    q, pages, starts, scale, window, sinks, softcap, out, near = call
-    flash_paged.attend(q, None, (pages.k, pages.v), pages, starts, scale, out, window, sinks, softcap, near)
+    q, pages, starts, scale, window, sinks, softcap, out, recent = call
+    flash_paged.attend(q, None, (pages.k, pages.v), pages, starts, scale, out, window, sinks, softcap, recent)
 
 
 def _mla_columns(call: AttendLatent) -> None:
@@ -208,9 +206,9 @@ def _flash_latent(call: AttendLatent) -> None:
 def _codes(call: HeadProducts) -> None:
     assert isinstance(call.weight, QTensor)
     if call.query:
-        mla_products_codes.carry_codes(call.x, call.weight, call.rows, call.out)
+        mla_products_codes.project_queries(call.x, call.weight, call.rows, call.out)
     else:
-        mla_products_codes.bring_codes(call.x, call.weight, call.skip, call.out)
+        mla_products_codes.project_outputs(call.x, call.weight, call.skip, call.out)
 
 
 def _bmm(call: HeadProducts) -> None:
@@ -227,19 +225,19 @@ def _tiles(call: HeadProducts) -> None:
 
 
 ATTENTION: Routes[Attend, None] = Routes(
-    Route("decode", _refuses_decode, _decode, alike=True),
+    Route("decode", _refuses_decode, _decode, invariant=True),
     Route("prefill", _refuses_prefill, _prefill),
     Route("flash_paged", _never, _flash),
 )
 LATENT: Routes[AttendLatent, None] = Routes(
-    Route("mla_columns", _refuses_mla_columns, _mla_columns, alike=True),
-    Route("mla_rows", _refuses_latent, _mla_rows, alike=True),
+    Route("mla_columns", _refuses_mla_columns, _mla_columns, invariant=True),
+    Route("mla_rows", _refuses_latent, _mla_rows, invariant=True),
     Route("flash_paged", _never, _flash_latent),
 )
 HEAD_PRODUCTS: Routes[HeadProducts, None] = Routes(
     Route("mla_products_codes", _refuses_codes, _codes),
     Route("cuBLAS for each head", _refuses_bmm, _bmm),
-    Route("mla_products", _never, _tiles, alike=True),
+    Route("mla_products", _never, _tiles, invariant=True),
 )
 ROUTES = {
     "attention": ATTENTION,

@@ -1,8 +1,8 @@
-"""The delta layer on CPU.
+"""The delta ops on CPU.
 
-A single token is bound by memory: its state is read and written once, a strip of columns at a time. Many tokens take a strip
-through all of them while it is in the first cache, each as if it came alone: chunks (README.md) would need fewer operations,
-but give other last bits than steps do, and a text would depend on how it was cut.
+A single token is memory-bound: its state is read and written once, a strip of columns at a time. With many tokens a strip is
+run through all of them while it is in the L1 cache, token by token: the chunked form (README.md) needs fewer operations, but
+differs from single steps in the last bits, so that outputs would depend on how a prompt was split.
 """
 
 from functools import cache
@@ -34,9 +34,9 @@ __all__ = [
 # below these, waking the threads costs more than the work
 STATE_PARALLEL_FROM = 1 << 16  # elements of state, times tokens
 PARALLEL_FROM = 1 << 13  # elements that need an exponential
-SEVERAL = 4  # tokens repay copying a strip: rows of a state a power of two apart share cache sets
-TOKENS = 256  # that a strip goes through together: their keys, queries and values stay in the second cache
-CHANNELS = 1024  # of the convolution: 4 KiB of each of four rows, well inside the first cache
+SEVERAL = 4  # tokens from which copying a strip pays off: state rows at power-of-two strides share cache sets
+TOKENS = 256  # per pass over a strip: their keys, queries and values stay in the L2 cache
+CHANNELS = 1024  # of the convolution: 4 KiB of each of four rows, well inside the L1 cache
 
 
 @jit
@@ -49,11 +49,11 @@ def _copy_strip(source, source_step, target, target_step, rows):
 
 @jit
 def _run_head(state, inputs, out, n, steps, key_width, value_width, overlaps):
-    """Take one head's state through n tokens; steps are bytes between their keys, values and gates."""
+    """Run one head's state through n tokens; steps are byte strides of keys, values and gates."""
     q, k, v, decay, beta = inputs
     for t in range(n):
         overlap(q + t * steps[0], k + t * steps[0], key_width, overlaps + 4 * t)
-    strips, whole = value_width - value_width % STRIP, value_width - value_width % LANES
+    strips, vectorized = value_width - value_width % STRIP, value_width - value_width % LANES
     row, head = 4 * value_width, 4 * value_width * key_width
     for column in range(0, strips, STRIP):
         here = 4 * column
@@ -66,17 +66,17 @@ def _run_head(state, inputs, out, n, steps, key_width, value_width, overlaps):
             continue
         ahead = 4 * STRIP if column + 2 * STRIP <= value_width else head - here
         step_strip(state + here, inputs, overlaps, out + here, n, key_width, row, steps, ahead)
-    for column in range(strips, whole, LANES):
+    for column in range(strips, vectorized, LANES):
         here = 4 * column
         step_vector(state + here, (q, k, v + here, decay, beta), overlaps, out + here, n, key_width, row, steps, 4 * LANES)
-    for column in range(whole, value_width):
+    for column in range(vectorized, value_width):
         here = 4 * column
         step_column(state + here, (q, k, v + here, decay, beta), overlaps, out + here, n, key_width, row, steps, 4)
 
 
 @jit
 def _run(job, starts, inputs, sizes, overlaps):
-    """One head of one sequence, over some of its tokens at a time."""
+    """Run one head of one sequence, TOKENS tokens at a time."""
     # sequences vary fastest: threads take contiguous runs of jobs, and lengths differ where heads do not
     batch, heads, key_heads, key_width, value_width = sizes
     b, head = job % batch, job // batch
@@ -132,7 +132,7 @@ def gated_delta_prefill(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: T
 
 @jit
 def _conv_row(row0, row1, row2, row3, weight, bias, out, width, channels):
-    """One token's outputs from four rows of inputs, oldest first."""
+    """Compute one token's outputs from four rows of inputs, oldest first."""
     x0, x1, x2, x3 = floats(row0, channels), floats(row1, channels), floats(row2, channels), floats(row3, channels)
     w0, w1 = floats(weight, channels), floats(weight + 4 * width, channels)
     w2, w3 = floats(weight + 8 * width, channels), floats(weight + 12 * width, channels)
@@ -149,7 +149,7 @@ def _conv_row(row0, row1, row2, row3, weight, bias, out, width, channels):
 
 @jit
 def _conv_job(job, x, state, weight, bias, starts, out, batch, width):
-    """One sequence's tokens in CHANNELS channels; nobody else touches their state."""
+    """Convolve one sequence's tokens in CHANNELS channels; no other job touches their state."""
     b, first = job % batch, job // batch * CHANNELS
     channels = min(CHANNELS, width - first)
     places = int32s(starts, batch + 1)

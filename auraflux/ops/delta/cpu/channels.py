@@ -1,4 +1,4 @@
-"""The delta rule with a decay for every channel, token by token: the state of a head is read and written twice."""
+"""Kimi Linear's delta rule on CPU, token by token: the state of a head is read and written twice."""
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ ZERO = np.float32(0)
 
 @jit
 def _step(state, inputs, out_at, sums_at, key_width, value_width):
-    """Take one head's state through one token."""
+    """Run one head's state through one token."""
     q_at, k_at, v_at, decay_at, beta_at = inputs
     q, k, decay = floats(q_at, key_width), floats(k_at, key_width), floats(decay_at, key_width)
     v, out, sums = floats(v_at, value_width), floats(out_at, value_width), floats(sums_at, value_width)
@@ -24,11 +24,11 @@ def _step(state, inputs, out_at, sums_at, key_width, value_width):
     for j in range(value_width):
         sums[j] = ZERO
     for i in range(key_width):
-        row, fade, key = floats(state + 4 * i * value_width, value_width), decay[i], k[i]
+        row, decay_i, key = floats(state + 4 * i * value_width, value_width), decay[i], k[i]
         for j in range(value_width):
-            faded = row[j] * fade
-            row[j] = faded
-            sums[j] += key * faded
+            decayed = row[j] * decay_i
+            row[j] = decayed
+            sums[j] += key * decayed
     for j in range(value_width):
         sums[j] = (v[j] - sums[j]) * beta
         out[j] = ZERO
@@ -69,7 +69,7 @@ def channel_delta(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor,
 
 
 @jit
-def _fading(f_at, bias_at, rate, out_at, width):
+def _decays(f_at, bias_at, rate, out_at, width):
     f, bias, out = floats(f_at, width), floats(bias_at, width), floats(out_at, width)
     for i in range(width):
         out[i] = exp(-rate * softplus(f[i] + bias[i]))
@@ -81,7 +81,7 @@ def _gates(args, job, jobs):
     rates = floats(a_log, heads)
     for row in share(tokens * heads, job, jobs):
         head = row % heads
-        _fading(f + 4 * row * width, bias + 4 * head * width, exp(rates[head]), decay + 4 * row * width, width)
+        _decays(f + 4 * row * width, bias + 4 * head * width, exp(rates[head]), decay + 4 * row * width, width)
         floats(beta_at + 4 * row, 1)[0] = sigmoid(floats(b_at + 4 * row, 1)[0])
 
 

@@ -1,4 +1,4 @@
-"""Mamba-2's rule, token by token: a strip of a state's columns is taken through all tokens, its sums in registers."""
+"""Mamba-2's rule on CPU, token by token: a strip of state columns runs through all tokens, its sums in registers."""
 
 import numpy as np
 import torch
@@ -21,27 +21,27 @@ PARALLEL_FROM = 1 << 13  # elements that need an exponential
 def _scan(
     b, vectors, lanes, state, value, key, query, decay, step, skip, out, n, depth, row_bytes, token_step, out_step, gate_step
 ):
-    """Take `vectors` vectors of `lanes` columns through n tokens; steps in bytes, between tokens."""
+    """Run `vectors` vectors of `lanes` columns through n tokens; steps are byte strides between tokens."""
     kind, size = vector(F32, lanes), 4 * lanes
     scaled, sums = ([variable(b, splat(kind, 0.0)) for _ in range(vectors)] for _ in range(2))
-    kept = spread(b, load(b, skip, 0, F32), lanes)
+    skip_factor = spread(b, load(b, skip, 0, F32), lanes)
 
     def one(address, index):
         return spread(b, load(b, address, b.mul(index, at(4)), F32), lanes)
 
     with cgutils.for_range(b, n) as tokens:
         token, gate = b.mul(tokens.index, token_step), b.mul(tokens.index, gate_step)
-        fade, strength = (spread(b, load(b, base, gate, F32), lanes) for base in (decay, step))
+        decay_now, strength = (spread(b, load(b, base, gate, F32), lanes) for base in (decay, step))
         keys, queries = b.add(key, token), b.add(query, token)
         for i in range(vectors):
             own = load(b, value, b.add(token, at(i * size)), kind)
             b.store(b.fmul(own, strength), scaled[i])
-            b.store(b.fmul(own, kept), sums[i])
+            b.store(b.fmul(own, skip_factor), sums[i])
         with cgutils.for_range(b, depth) as rows:
             row = b.add(state, b.mul(rows.index, row_bytes))
             k, q = one(keys, rows.index), one(queries, rows.index)
             for i in range(vectors):
-                written = fma(b, k, b.load(scaled[i]), b.fmul(load(b, row, i * size, kind), fade))
+                written = fma(b, k, b.load(scaled[i]), b.fmul(load(b, row, i * size, kind), decay_now))
                 store(b, written, row, i * size)
                 b.store(fma(b, q, written, b.load(sums[i])), sums[i])
         for i in range(vectors):
@@ -50,18 +50,18 @@ def _scan(
 
 @jit
 def _head(state, inputs, out, n, key_width, value_width, steps):
-    """Take one head's state through n tokens; inputs are values, keys, queries, decays, steps and what is skipped."""
+    """Run one head's state through n tokens; inputs are values, keys, queries, decays, steps and skip factors."""
     value, key, query, decay, step, skip = inputs
-    strips, whole, row = value_width - value_width % STRIP, value_width - value_width % LANES, 4 * value_width
+    strips, vectorized, row = value_width - value_width % STRIP, value_width - value_width % LANES, 4 * value_width
     for column in range(0, strips, STRIP):
         here = 4 * column
         mine = value + here, key, query, decay, step, skip
         _scan((STRIP_VECTORS, LANES, state + here, mine, out + here, n, key_width, row, steps))
-    for column in range(strips, whole, LANES):
+    for column in range(strips, vectorized, LANES):
         here = 4 * column
         mine = value + here, key, query, decay, step, skip
         _scan((1, LANES, state + here, mine, out + here, n, key_width, row, steps))
-    for column in range(whole, value_width):
+    for column in range(vectorized, value_width):
         here = 4 * column
         mine = value + here, key, query, decay, step, skip
         _scan((1, 1, state + here, mine, out + here, n, key_width, row, steps))

@@ -1,4 +1,4 @@
-"""log(1 + e**x) in float32."""
+"""Softplus in float32."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ ZERO, TWO = np.float32(0), np.float32(2)
 
 @jit
 def softplus(x):
-    """log(1 + e**x) as max(x, 0) + log(1 + u) with u = e**-|x| in (0, 1], and log(1 + u) = 2 artanh(u / (2 + u))."""
+    """Return log(1 + e**x) = max(x, 0) + log(1 + u), u = e**-|x| in (0, 1], with log(1 + u) = 2 artanh(u / (2 + u))."""
     u = exp(-abs(x))
     s = u / (TWO + u)
     w = s * s

@@ -1,16 +1,26 @@
-"""The delta layer on CUDA; `routes.py` says which kernel runs. Whatever depends on `starts` is read on the device."""
+"""The delta ops on CUDA; `routes.py` selects the kernels. Everything that depends on `starts` is read on the device."""
 
 import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined, is_invariant
-from auraflux.ops.delta.cuda.channels import make_channel_gates, take_channels
+from auraflux.ops.delta.cuda.channels import make_channel_gates, run_channels
 from auraflux.ops.delta.cuda.gates import make_gates
-from auraflux.ops.delta.cuda.routes import CONV, LAYER, PREFILL, SCAN, WIDEST_KEY, Convolve, LayerStep, Prompt, Scan
+from auraflux.ops.delta.cuda.routes import (
+    CONV,
+    LAYER,
+    PREFILL,
+    SCAN,
+    WIDEST_KEY,
+    ConvCall,
+    LayerStepCall,
+    PrefillCall,
+    ScanCall,
+)
 from auraflux.ops.delta.cuda.selective import make_scan_gates
-from auraflux.ops.delta.cuda.serial import take_serially
-from auraflux.ops.delta.cuda.step import take_step
-from auraflux.ops.hopper.device import ready
+from auraflux.ops.delta.cuda.serial import run_serial
+from auraflux.ops.delta.cuda.step import run_step
+from auraflux.ops.gpu.device import ready
 
 __all__ = [
     "channel_delta",
@@ -33,9 +43,9 @@ def gated_delta_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tens
     if not state.numel():
         return out.zero_()
     if is_invariant():
-        take_serially(state, q, k, v, decay, beta, None, out)
+        run_serial(state, q, k, v, decay, beta, None, out)
     else:
-        take_step(state, q, k, v, decay, beta, out)
+        run_step(state, q, k, v, decay, beta, out)
     return out
 
 
@@ -43,7 +53,7 @@ def gated_delta_prefill(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: T
     ready(state)
     out = torch.empty_like(v)
     if out.numel():
-        PREFILL(Prompt(state, q, k, v, decay, beta, starts.to(v.device, non_blocking=True), out))
+        PREFILL(PrefillCall(state, q, k, v, decay, beta, starts.to(v.device, non_blocking=True), out))
     return out
 
 
@@ -51,7 +61,7 @@ def short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, bias: T
     ready(x)
     out = torch.empty_like(x)
     if x.numel():
-        CONV(Convolve(x, state, weight, bias, starts.to(x.device, non_blocking=True), out))
+        CONV(ConvCall(x, state, weight, bias, starts.to(x.device, non_blocking=True), out))
     return out
 
 
@@ -67,7 +77,7 @@ def delta_layer_step(
     norm: Tensor, starts: Tensor, unit_eps: float, eps: float,
 ) -> Tensor:  # fmt: skip
     ready(qkv)
-    return LAYER(LayerStep(qkv, z, a, b, conv, state, taps, a_log, dt_bias, norm, starts, unit_eps, eps))
+    return LAYER(LayerStepCall(qkv, z, a, b, conv, state, taps, a_log, dt_bias, norm, starts, unit_eps, eps))
 
 
 def channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,7 +93,7 @@ def channel_delta(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor,
         raise Declined(f"keys of {state.shape[2]} channels, wider than {2 * WIDEST_KEY}")
     out = torch.empty_like(v)
     if out.numel():
-        take_channels(state, q, k, v, decay, beta, starts.to(v.device, non_blocking=True), out)
+        run_channels(state, q, k, v, decay, beta, starts.to(v.device, non_blocking=True), out)
     return out
 
 
@@ -100,5 +110,5 @@ def selective_scan(state: Tensor, xbc: Tensor, decay: Tensor, step: Tensor, skip
         raise Declined(f"keys of {state.shape[2]} channels, wider than {WIDEST_KEY}")
     out = xbc.new_empty(len(xbc), state.shape[1] * state.shape[3])
     if out.numel():
-        SCAN(Scan(state, xbc, decay, step, skip, starts.to(xbc.device, non_blocking=True), out))
+        SCAN(ScanCall(state, xbc, decay, step, skip, starts.to(xbc.device, non_blocking=True), out))
     return out

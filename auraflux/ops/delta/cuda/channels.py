@@ -1,22 +1,23 @@
-"""The delta rule with a decay for every channel, in plain Triton: a program takes some columns of a head through all tokens."""
+"""Kimi Linear's delta rule in Triton: a program runs some state columns of a head through all tokens."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops.delta.cuda.gates import softplus
-from auraflux.ops.hopper.elementwise import sigmoid
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.sizes import cdiv, power_of_two
-
-COLUMNS = 16  # of the state, in a program's registers
+from auraflux.ops.delta.cuda.state_tiles import COLUMNS, state_tile
+from auraflux.ops.gpu.blocks.elementwise import sigmoid
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv, power_of_two
 
 
 @triton.jit
-def _channel_delta(
-    state, q, k, v, decay, beta, starts, out, tokens, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def _channel_delta(state, q, k, v, decay, beta, starts, out, tokens, TILE: tl.constexpr):
+    HEADS: tl.constexpr = TILE.heads
+    K: tl.constexpr = TILE.key_width
+    V: tl.constexpr = TILE.value_width
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns
     b, head = tl.program_id(0), tl.program_id(1)
     i, j = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     there = (i < K)[:, None] & (j < V)[None, :]
@@ -35,14 +36,13 @@ def _channel_delta(
     tl.store(place, memory, mask=there)
 
 
-def take_channels(
+def run_channels(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor, out: Tensor
 ) -> None:
-    """`channel_delta` into `out`."""
-    batch, heads, key_width, value_width = state.shape
-    sizes = heads, key_width, value_width, power_of_two(key_width), COLUMNS
+    """Run `channel_delta` into `out`."""
+    batch, heads, _, value_width = state.shape
     grid = batch, heads, cdiv(value_width, COLUMNS)
-    launch(_channel_delta, grid)(state, q, k, v, decay, beta, starts, out, len(v), *sizes, num_warps=4)
+    launch(_channel_delta, grid)(state, q, k, v, decay, beta, starts, out, len(v), state_tile(state, heads), num_warps=4)
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _channel_gates(f, b, a_log, dt_bias, decay, beta, HEADS: tl.constexpr, WIDTH
 
 
 def make_channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, decay: Tensor, beta: Tensor) -> None:
-    """`channel_gates` into `decay` and `beta`."""
+    """Run `channel_gates` into `decay` and `beta`."""
     tokens, heads, width = f.shape
     if f.numel():
         sizes = heads, width, power_of_two(width)

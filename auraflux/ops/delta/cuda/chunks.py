@@ -1,8 +1,8 @@
-"""Triton kernels of the delta rule over chunks of a prompt, see README.md.
+"""Triton kernels of the chunked delta rule over a prompt, see README.md.
 
-`chunk_kernel` does all that does not touch the memory, for all chunks at once: W = X (strength * decay * k),
+`chunk_kernel` does everything independent of the state, for all chunks at once: W = X (strength * decay * k),
 U = X (strength * v) and P = decay * q kᵀ, with X the inverse of I + A. `scan_kernel` then walks a sequence's chunks with the
-memory, transposed, in registers: D = U - W S, out = decay * q S + P D, S = decay * S + kᵀ (decay * D).
+transposed state in registers: D = U - W S, out = decay * q S + P D, S = decay * S + kᵀ (decay * D).
 
 Chunks of a ragged batch take slots in scratch memory: those of sequence b begin at `starts[b] // C + b`, which leaves room
 for every sequence's last, partial chunk and needs no count that only the device knows.
@@ -15,16 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv, power_of_two
 
 NARROW_FROM = 128  # channels; with 32 and 16-bit products, Triton 3.6 gave wrong sums on an H200 from the 17th token on
-SCANNED, SCAN_WARPS = 32, 8  # columns of the memory that a program carries through a prompt
+SCANNED, SCAN_WARPS = 32, 8  # state columns of a program
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class Chunks(NamedTuple):
-    """What `chunk_kernel` makes; `gates` are decays since a chunk's start and until its end."""
+    """Outputs of `chunk_kernel`; `gates` are decays since a chunk's start and until its end."""
 
     w: Tensor
     u: Tensor
@@ -32,9 +32,30 @@ class Chunks(NamedTuple):
     gates: Tensor
 
 
+class Tokens(NamedTuple):
+    """Inputs of `gated_delta_prefill` per token."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    beta: Tensor
+
+
+class ChunkShape(NamedTuple):
+    """Compile-time shape: widths, tokens of a chunk, padded tile widths, and doublings of the inverse's blocks."""
+
+    key_width: int
+    value_width: int
+    chunk: int
+    keys: int
+    values: int
+    levels: int
+
+
 @triton.jit
 def sequence_at(slot, starts, sequences, C: tl.constexpr):
-    """The sequence that a slot belongs to: the last whose first slot is not past it."""
+    """Return the sequence of a slot: the last whose first slot is not past it."""
     low, high = slot * 0, slot * 0 + sequences - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -46,28 +67,32 @@ def sequence_at(slot, starts, sequences, C: tl.constexpr):
 
 @triton.jit
 def inverse(a, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr):
-    """(I + a)⁻¹ of a strictly lower triangular a [C, C].
+    """Return (I + a)⁻¹ of a strictly lower triangular a [C, C].
 
-    With x inverting the diagonal blocks of some size, x - x L x inverts those twice as large, L being the part of a that joins
-    pairs of them. Stable also for equal keys, where a power series of a is not.
+    With x inverting the diagonal blocks of some size, x - x L x inverts those twice as large, L being the blocks of a that join
+    pairs of them. Unlike a power series of a, this is stable for equal keys.
     """
     i = tl.arange(0, C)
-    apart = i[:, None] ^ i[None, :]
-    x = tl.where(apart == 0, 1.0, tl.where(apart == 1, -a, 0.0))
+    distance = i[:, None] ^ i[None, :]
+    x = tl.where(distance == 0, 1.0, tl.where(distance == 1, -a, 0.0))
     right = a.to(DOT)
     for level in tl.static_range(1, LEVELS):
         y = tl.dot(x.to(DOT), right, input_precision="tf32x3")
-        y = tl.where(apart >> level == 1, -y, 0.0)
+        y = tl.where(distance >> level == 1, -y, 0.0)
         x += tl.dot(y.to(DOT), x.to(DOT), input_precision="tf32x3")
     return x
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens"])
 def chunk_kernel(
-    q, k, v, decay, beta, starts, made,
-    sequences, tokens, heads, shared, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, INVERSE: tl.constexpr,
-):  # fmt: skip
+    tokens_in, starts, made, sequences, tokens, heads, shared, SHAPE: tl.constexpr, DOT: tl.constexpr, INVERSE: tl.constexpr
+):
+    K: tl.constexpr = SHAPE.key_width
+    V: tl.constexpr = SHAPE.value_width
+    C: tl.constexpr = SHAPE.chunk
+    BK: tl.constexpr = SHAPE.keys
+    BV: tl.constexpr = SHAPE.values
+    LEVELS: tl.constexpr = SHAPE.levels
     slot, head = tl.program_id(0), tl.program_id(1)
     b = sequence_at(slot, starts, sequences, C)
     start, end = tl.load(starts + b), tl.minimum(tl.load(starts + b + 1), tokens)
@@ -77,14 +102,14 @@ def chunk_kernel(
     i, column = tl.arange(0, C), tl.arange(0, BK)
     token = (first + i).to(tl.int64)
     live = token < end
-    # differences of cumulated logarithms, in float64 since a closed gate adds -69 to them
-    step = tl.log(tl.maximum(tl.load(decay + token * heads + head, mask=live, other=1.0).to(tl.float32), 1e-30))
+    # differences of cumulative logarithms, in float64 since a closed gate adds -69 to them
+    step = tl.log(tl.maximum(tl.load(tokens_in.decay + token * heads + head, mask=live, other=1.0).to(tl.float32), 1e-30))
     log = tl.cumsum(step.to(tl.float64), 0)
-    strength = tl.load(beta + token * heads + head, mask=live, other=0.0).to(tl.float32)
+    strength = tl.load(tokens_in.beta + token * heads + head, mask=live, other=0.0).to(tl.float32)
     inside = live[:, None] & (column < K)[None, :]
     where = (token * (heads // shared) + head // shared)[:, None] * K + column[None, :]
-    key = tl.load(k + where, mask=inside, other=0.0).to(DOT)
-    query = tl.load(q + where, mask=inside, other=0.0).to(DOT)
+    key = tl.load(tokens_in.k + where, mask=inside, other=0.0).to(DOT)
+    query = tl.load(tokens_in.q + where, mask=inside, other=0.0).to(DOT)
 
     below = i[:, None] - i[None, :]
     between = tl.exp(tl.minimum((log[:, None] - log[None, :]).to(tl.float32), 0.0))
@@ -102,25 +127,26 @@ def chunk_kernel(
     x = x.to(DOT)
     for left in range(0, V, BV):
         place = left + tl.arange(0, BV)
-        values = v + (token * heads + head)[:, None] * V + place[None, :]
+        values = tokens_in.v + (token * heads + head)[:, None] * V + place[None, :]
         value = tl.load(values, mask=live[:, None] & (place < V)[None, :], other=0.0).to(DOT)
         new = tl.dot(x, value, input_precision="tf32x3").to(DOT)
         tl.store(made.u + base * C * V + i[:, None] * V + place[None, :], new, mask=(place < V)[None, :])
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens"])
-def scan_kernel(
-    state, q, k, made, out, starts,
-    tokens, heads, shared, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+def scan_kernel(state, q, k, made, out, starts, tokens, heads, shared, SHAPE: tl.constexpr, DOT: tl.constexpr):
+    K: tl.constexpr = SHAPE.key_width
+    V: tl.constexpr = SHAPE.value_width
+    C: tl.constexpr = SHAPE.chunk
+    BK: tl.constexpr = SHAPE.keys
+    BV: tl.constexpr = SHAPE.values
     head, b = tl.program_id(1), tl.program_id(2)
     row, column, i = tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, BK), tl.arange(0, C)
     start, end = tl.load(starts + b), tl.minimum(tl.load(starts + b + 1), tokens)
     memory = state + (b * heads + head).to(tl.int64) * K * V + column[None, :] * V + row[:, None]
     inside = (row < V)[:, None] & (column < K)[None, :]
     s = tl.load(memory, mask=inside, other=0.0)  # [BV, BK]
-    # scalars of 64 bits say where a chunk begins, 32 bits reach within it
+    # 64-bit scalars for a chunk's base, 32-bit offsets within it
     base = (start // C + b).to(tl.int64) * heads + head
     token, left = start.to(tl.int64), end - start
     key_heads = heads // shared
@@ -151,11 +177,11 @@ def scan_kernel(
 def run_chunks(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor, out: Tensor
 ) -> None:
-    """`gated_delta_prefill` into `out`."""
+    """Run `gated_delta_prefill` into `out`."""
     batch, heads, K, V = state.shape
     tokens, shared = v.shape[0], heads // q.shape[1]
-    alike = q.dtype == k.dtype == v.dtype and min(K, V) >= NARROW_FROM
-    dtype = v.dtype if alike else torch.float32
+    narrow = q.dtype == k.dtype == v.dtype and min(K, V) >= NARROW_FROM
+    dtype = v.dtype if narrow else torch.float32
     wide = dtype == torch.float32
     C, levels = (32, 5) if wide else (64, 6)
     BK, BV = (max(16, power_of_two(n)) for n in (K, V))
@@ -164,12 +190,12 @@ def run_chunks(
     made = Chunks(w, u, p, torch.empty(slots, heads, 2, C, dtype=torch.float32, device=v.device))
     # float16 holds the inverse, whose entries are at most 1, better than bfloat16
     inverse = tl.float32 if wide else tl.float16
+    shape = ChunkShape(K, V, C, BK, min(BV, 128), levels)
     launch(chunk_kernel, (slots, heads))(
-        q, k, v, decay, beta, starts, made, batch, tokens, heads, shared, K, V,
-        C, levels, BK, min(BV, 128), TL_DTYPES[dtype], inverse, num_warps=4,
-    )  # fmt: skip
+        Tokens(q, k, v, decay, beta), starts, made, batch, tokens, heads, shared, shape, TL_DTYPES[dtype], inverse, num_warps=4
+    )
     width = min(BV, SCANNED)
     launch(scan_kernel, (cdiv(V, width), heads, batch))(
-        state, q, k, made, out, starts, tokens, heads, shared, K, V, C, BK, width, TL_DTYPES[dtype],
+        state, q, k, made, out, starts, tokens, heads, shared, shape._replace(values=width), TL_DTYPES[dtype],
         num_warps=SCAN_WARPS, num_stages=2,
     )  # fmt: skip

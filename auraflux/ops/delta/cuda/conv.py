@@ -1,12 +1,12 @@
-"""The short convolution over a delta layer's inputs, four taps and silu, in plain Triton."""
+"""Short convolution of a delta layer's inputs, four taps and SiLU, in Triton."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.elementwise import silu
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.sizes import cdiv
+from auraflux.ops.gpu.blocks.elementwise import silu
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _serial_kernel(x, state, weight, bias, starts, out, tokens, channels, BC: tl
 
 @triton.jit
 def _input(x, state, b, age, token, start, column, inside, channels):
-    """The input `age` tokens before one: of x, or of the state where the sequence does not reach back so far."""
+    """Load the input `age` tokens before each token: from x, or from the state before the sequence's first token."""
     back = token - age
     ours = (back >= start)[:, None]
     where = back.to(tl.int64)[:, None] * channels + column[None, :]
@@ -72,7 +72,7 @@ def _tile_kernel(
 
 @triton.jit
 def _sequence_of(token, starts, sequences, STEPS: tl.constexpr):
-    """The last sequence that begins at or before each token: the one that has it, as those before it are empty."""
+    """Return the sequence of each token: the last that begins at or before it, as those before it are empty."""
     low, high = token * 0, token * 0 + sequences - 1
     for _ in tl.static_range(STEPS):
         middle = (low + high + 1) // 2
@@ -83,8 +83,8 @@ def _sequence_of(token, starts, sequences, STEPS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens"])
-def _keep_kernel(x, state, starts, tokens, channels, BC: tl.constexpr):
-    """Move the last three inputs of a sequence to its state."""
+def _state_kernel(x, state, starts, tokens, channels, BC: tl.constexpr):
+    """Copy the last three inputs of a sequence to its state."""
     b, column = tl.program_id(0), tl.program_id(1) * BC + tl.arange(0, BC)
     inside, place = column < channels, tl.arange(0, 4)
     start, end = tl.load(starts + b), tl.minimum(tl.load(starts + b + 1), tokens)
@@ -95,7 +95,7 @@ def _keep_kernel(x, state, starts, tokens, channels, BC: tl.constexpr):
 
 
 def convolve_serially(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, out: Tensor) -> None:
-    """One program walks along a sequence's tokens."""
+    """Convolve with one program per sequence that walks its tokens."""
     (tokens, channels), batch = x.shape, len(state)
     launch(_serial_kernel, (batch, cdiv(channels, 256)))(
         x, state, weight, bias, starts, out, tokens, channels, 256, num_warps=2
@@ -103,9 +103,9 @@ def convolve_serially(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | N
 
 
 def convolve_tiles(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, out: Tensor) -> None:
-    """All tokens at once; a second launch keeps the last inputs."""
+    """Convolve all tokens at once; a second launch updates the state."""
     (tokens, channels), batch = x.shape, len(state)
     grid = (cdiv(tokens, 16), cdiv(channels, 128))
     steps = (batch - 1).bit_length()
     launch(_tile_kernel, grid)(x, state, weight, bias, starts, out, batch, tokens, channels, steps, 16, 128, num_warps=4)
-    launch(_keep_kernel, (batch, cdiv(channels, 256)))(x, state, starts, tokens, channels, 256, num_warps=4)
+    launch(_state_kernel, (batch, cdiv(channels, 256)))(x, state, starts, tokens, channels, 256, num_warps=4)

@@ -1,16 +1,18 @@
-"""One decode step of a whole delta layer on Hopper, in one Gluon kernel for heads of 128 channels in bf16.
+"""One decode step of a complete delta layer on Hopper, in one Gluon kernel for heads of 128 channels in bf16.
 
-Both products are taken of the old memory, so one pass does everything: with S' = g S + k dᵀ, S'ᵀ q = g Sᵀ q + d (k . q). The
-norms of q and k are factors of the two results.
+Both products use the old state, so one pass suffices: with S' = g S + k dᵀ, S'ᵀ q = g Sᵀ q + d (k . q). The norms of q and k
+are factors of the two results.
 
 A cluster of programs serves a key head and the value heads that share it. They all read the key head's last inputs, which are
-overwritten only when every program is known to have them. With few heads a value head's columns are split among several
-programs, and one number each goes around for the norm of the result: by stores that count themselves in, before the memory
-is written, as a barrier of the cluster would wait for that to be done.
+overwritten only when every program has loaded them. With few heads a value head's columns are split among several programs,
+which exchange one number each for the norm of the result: by `st.async` with transaction counts, before the state is written,
+as a cluster barrier would wait for that write.
 
-The memory is read before `gdc_wait`, while the kernel before still runs, which may not be one that writes it: a step right
-after another of the same sequences starts when that has ended.
+The state is read before `gdc_wait`, while the preceding kernel still runs, which may not be one that writes it: a step right
+after another of the same sequences is launched without PDL.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,22 +20,39 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.ptx import ARRIVE, MEET, run
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.hopper.ptx import CLUSTER_ARRIVE, CLUSTER_WAIT, run
 
 WIDTH = 128  # channels of keys and values
 MOST_PROGRAMS = 8  # of a cluster
-SPLIT = 4  # programs of a value head, where a cluster has room for them
-SPLIT_HEADS = 128  # up to so many in all; with more, an H200 is full without
+SPLIT = 4  # programs of a value head, where they fit a cluster
+SPLIT_HEADS = 128  # heads in all at most; with more, an H200 is full without
 WARPS = {1: 8, 2: 8, 4: 4}  # by programs of a head
 
-# by device, the memory that the last step changed
+# by device, the state that the last step wrote
 _latest: dict[torch.device, int] = {}
+
+
+class Weights(NamedTuple):
+    """Weights of a delta layer, see `delta_layer_step`."""
+
+    taps: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+
+
+class StepShape(NamedTuple):
+    """Compile-time shape: key heads, value heads per key head, and programs per value head."""
+
+    key_heads: int
+    group: int
+    programs: int
 
 
 @gluon.constexpr_function
 def _tile(programs, warps, columns):
-    """Of [K, value heads * V]: 16 bytes a thread, columns split among programs and warps: sums over K stay in a warp."""
+    """Return a layout of [K, value heads * V]: 16 bytes a thread, columns split among programs and warps, K within a warp."""
     across = min(32, columns // warps // 4)
     bases = [[0, 1 << i] for i in range(programs.bit_length() - 1)]
     return gl.BlockedLayout([1, 4], [32 // across, across], [1, warps], [1, 0], bases)
@@ -41,13 +60,13 @@ def _tile(programs, warps, columns):
 
 @gluon.constexpr_function
 def _channels(programs, warps, split):
-    """One channel a thread; every program has all of them, or they are split."""
+    """Return a layout of one channel a thread; every program has all channels, or they are split."""
     return gl.BlockedLayout([1], [32], [warps], [0], [[split << i] for i in range(programs.bit_length() - 1)])
 
 
 @gluon.constexpr_function
 def _open_ptx(programs):
-    """A box for a number of each program, after a barrier that counts their bytes; others may write when all have this."""
+    """Return PTX that allocates a slot per program and a barrier counting their bytes, and arrives at the cluster barrier."""
     return (
         f"{{.shared .align 16 .b64 box[{programs // 2 + 1}]; .reg .b32 la,i; .reg .b64 s; .reg .pred z; mov.u32 la,box;"
         "mov.u32 i,%tid.x; setp.eq.u32 z,i,0; @z mbarrier.init.shared::cta.b64 [la],1;"
@@ -58,7 +77,7 @@ def _open_ptx(programs):
 
 @gluon.constexpr_function
 def _send_ptx(programs):
-    """Thread i leaves this program's number $2 with program i."""
+    """Return PTX with which thread i sends this program's number $2 to program i."""
     return (
         "{.reg .b32 ra,rb,r,i; .reg .pred w; mov.u32 r,%cluster_ctarank; shl.b32 r,r,2; mov.u32 i,%tid.x;"
         f"setp.lt.u32 w,i,{programs}; barrier.cluster.wait.acquire.aligned; @w mapa.shared::cluster.u32 ra,$1,i;"
@@ -69,7 +88,7 @@ def _send_ptx(programs):
 
 @gluon.constexpr_function
 def _take_ptx(split):
-    """The sum over the programs of a head, when all of the cluster have sent theirs."""
+    """Return PTX that sums over the programs of a head, when all of the cluster have sent theirs."""
     add = "".join(f"ld.shared.f32 t,[la+{4 * i}]; add.f32 $0,$0,t;" for i in range(1, split))
     return (
         "{.reg .b32 la,r; .reg .f32 t; .reg .pred p; sub.u32 la,$1,8;"
@@ -80,7 +99,7 @@ def _take_ptx(split):
 
 @gluon.jit
 def _inputs(conv, taps, channel, C: gl.constexpr):
-    """The last three inputs of channels, oldest first, and their taps."""
+    """Load the last three inputs of channels, oldest first, and their taps."""
     last = (gl.load(conv + channel), gl.load(conv + C + channel), gl.load(conv + 2 * C + channel))
     ours = (
         gl.load(taps + channel),
@@ -100,19 +119,19 @@ def _convolved(x, last, taps):
 
 
 @gluon.jit
-def _keep(conv, channel, x, last, C: gl.constexpr, mine):
-    """Move the inputs on by one token."""
+def _shift_inputs(conv, channel, x, last, C: gl.constexpr, mine):
+    """Shift the stored inputs by one token."""
     gl.store(conv + channel, last[1], mask=mine)
     gl.store(conv + C + channel, last[2], mask=mine)
     gl.store(conv + 2 * C + channel, x, mask=mine)
 
 
 @gluon.jit
-def layer_step(
-    qkv, z, a, b, conv, state, taps, a_log, dt_bias, weight, out, unit_eps, eps, scale,
-    KEYS: gl.constexpr, G: gl.constexpr, NS: gl.constexpr,
-):  # fmt: skip
-    """A key head of a sequence and its G value heads, each split among NS programs."""
+def layer_step(qkv, z, a, b, conv, state, weights, out, unit_eps, eps, scale, SHAPE: gl.constexpr):
+    """Run a key head of a sequence and its G value heads, each split among NS programs."""
+    KEYS: gl.constexpr = SHAPE.key_heads
+    G: gl.constexpr = SHAPE.group
+    NS: gl.constexpr = SHAPE.programs
     NW: gl.constexpr = gl.num_warps()
     NC: gl.constexpr = G * NS
     L: gl.constexpr = _tile(NC, NW, 128 // NS)
@@ -131,11 +150,11 @@ def layer_step(
     conv += n.to(gl.int64) * 3 * C
     at = head % (KEYS * G)
     S = gl.load(memory, eviction_policy="evict_first")
-    rate, shift = gl.exp(gl.load(a_log + at).to(gl.float32)), gl.load(dt_bias + at).to(gl.float32)
-    w = gl.load(weight + column % 128).to(gl.float32)
-    last_q, taps_q = _inputs(conv, taps, cq, C)
-    last_k, taps_k = _inputs(conv, taps, ck, C)
-    last_v, taps_v = _inputs(conv, taps, cv, C)
+    rate, shift = gl.exp(gl.load(weights.a_log + at).to(gl.float32)), gl.load(weights.dt_bias + at).to(gl.float32)
+    w = gl.load(weights.norm + column % 128).to(gl.float32)
+    last_q, taps_q = _inputs(conv, weights.taps, cq, C)
+    last_k, taps_k = _inputs(conv, weights.taps, ck, C)
+    last_v, taps_v = _inputs(conv, weights.taps, cv, C)
     gdc_launch_dependents()
     gdc_wait()
     xs = qkv + n.to(gl.int64) * C
@@ -146,7 +165,7 @@ def layer_step(
     k = gl.convert_layout(_convolved(xk, last_k, taps_k), LK)
     v = gl.convert_layout(_convolved(xv, last_v, taps_v), LV)
     if NC > 1 and NS == 1:
-        run(ARRIVE, n)
+        run(CLUSTER_ARRIVE, n)
     kq, unit_k, unit_q = gl.sum(k * q, 0), gl.rsqrt(gl.sum(k * k, 0) + unit_eps), gl.rsqrt(gl.sum(q * q, 0) + unit_eps) * scale
     g = gl.exp(-rate * gl.where(forget > 20.0, forget, gl.log(1.0 + gl.exp(forget))))
     at_k, at_q = gl.sum(S * k[:, None], 0), gl.sum(S * q[:, None], 0)
@@ -165,10 +184,10 @@ def layer_step(
     o = gl.convert_layout(gl.reshape(o2, [G * 128]), LV, assert_trivial=True) * w * (gate / (1.0 + gl.exp(-gate)))
     gl.store(out + first.to(gl.int64) * 128 + column, o.to(out.dtype.element_ty))
     if NC > 1 and NS == 1:
-        run(MEET, n)
-    _keep(conv, cq, xq, last_q, C, rank == 0)
-    _keep(conv, ck, xk, last_k, C, rank == 0)
-    _keep(conv, cv, xv, last_v, C, cv >= 0)
+        run(CLUSTER_WAIT, n)
+    _shift_inputs(conv, cq, xq, last_q, C, rank == 0)
+    _shift_inputs(conv, ck, xk, last_k, C, rank == 0)
+    _shift_inputs(conv, cv, xv, last_v, C, cv >= 0)
 
 
 def key_heads_of(qkv: Tensor, state: Tensor) -> int:
@@ -180,13 +199,13 @@ def step_hopper(
     qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv: Tensor, state: Tensor, taps: Tensor, a_log: Tensor, dt_bias: Tensor,
     norm: Tensor, unit_eps: float, eps: float, out: Tensor,
 ) -> None:  # fmt: skip
-    """`delta_layer_step` into `out`."""
+    """Run `delta_layer_step` into `out`."""
     (batch, heads), key_heads = state.shape[:2], key_heads_of(qkv, state)
     shared = heads // key_heads
     split = SPLIT if batch * heads <= SPLIT_HEADS and SPLIT * shared <= MOST_PROGRAMS else 1
     early = _latest.get(state.device) != state.data_ptr()
     _latest[state.device] = state.data_ptr()
     launch(layer_step, (batch * key_heads,))(
-        qkv, z, a, b, conv, state, taps, a_log, dt_bias, norm, out, unit_eps, eps, WIDTH**-0.5,
-        key_heads, shared, split, num_warps=WARPS[split], num_ctas=shared * split, launch_pdl=early,
+        qkv, z, a, b, conv, state, Weights(taps, a_log, dt_bias, norm), out, unit_eps, eps, WIDTH**-0.5,
+        StepShape(key_heads, shared, split), num_warps=WARPS[split], num_ctas=shared * split, launch_pdl=early,
     )  # fmt: skip

@@ -1,18 +1,18 @@
-"""How strongly each head of a delta layer forgets and writes, in plain Triton."""
+"""Decay and write strength of each head of a delta layer, in Triton."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.elementwise import sigmoid
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.sizes import cdiv
+from auraflux.ops.gpu.blocks.elementwise import sigmoid
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv
 
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)) in float32."""
-    # log(1 + e) keeps the digits of a small e when what was lost in 1 + e is put right
+    """Return log(1 + exp(x)) in float32."""
+    # dividing by the rounded (1 + e) - 1 preserves the digits of a small e
     e = tl.exp(-tl.abs(x))
     sum = 1.0 + e
     return tl.maximum(x, 0.0) + tl.where(sum == 1.0, e, tl.log(sum) * (e / tl.where(sum == 1.0, 1.0, sum - 1.0)))
@@ -31,6 +31,6 @@ def _gates_kernel(a, b, a_log, dt_bias, decay, beta, size, heads, BLOCK: tl.cons
 
 
 def make_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, decay: Tensor, beta: Tensor) -> None:
-    """`delta_gates` into `decay` and `beta`."""
+    """Run `delta_gates` into `decay` and `beta`."""
     if size := a.numel():
         launch(_gates_kernel, (cdiv(size, 512),))(a, b, a_log, dt_bias, decay, beta, size, a.shape[1], 512, num_warps=4)

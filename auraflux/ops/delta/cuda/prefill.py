@@ -1,18 +1,18 @@
-"""The delta rule over a prompt on Hopper, in two Gluon kernels for heads of 128 channels in bf16. README.md has the algebra.
+"""Chunked delta rule over a prompt on Hopper, in two Gluon kernels for heads of 128 channels in bf16; see README.md.
 
-`chunk_tiles`, all chunks of 64 tokens at once: X = (I + A)⁻¹ strength and P = (decay * q kᵀ) X, so that with what is missing at
-the keys, R = v - decay * k S, a chunk's new values are X R and its results decay * q S + P R. Nothing of v is touched here, and
-what is left behind is two tiles of 64 x 64.
+`chunk_tiles`, all chunks of 64 tokens at once: X = (I + A)⁻¹ strength and P = (decay * q kᵀ) X, so that with the residual at
+the keys, R = v - decay * k S, a chunk's new values are X R and its results decay * q S + P R. This does not involve v and
+leaves two tiles of 64 x 64.
 
-`scan_tiles`, one program for each value head and half of V, walks a sequence's chunks with the memory transposed, [V, K], in
-accumulators. An accumulator lies as a register operand does, so memory, R, X R and memory again never touch shared memory. One
-more warp feeds the tiles.
+`scan_tiles`, one program per value head and half of V, walks a sequence's chunks with the transposed state, [V, K], in
+accumulators. An accumulator has the layout of a register operand, so state, R, X R and the new state never go through shared
+memory. A producer warp loads the tiles.
 
-A long sequence goes in parts. The walk of one, on a stream of its own, runs beside the chunks of the next: 32 value heads
-occupy 64 multiprocessors, and what it reads is still in the second cache.
+A long sequence is split into segments. The scan of one runs on a side stream while the chunks of the next are computed: 32
+value heads occupy 64 multiprocessors, and its inputs are still in the L2 cache.
 
-Slots of a ragged batch's chunks are those of `chunks`. A sequence's last chunk reads into the tokens of the next one;
-those count for nothing, as their strength is taken as 0, and are not written.
+Slots of a ragged batch's chunks are those of `chunks`. A sequence's last chunk reads tokens of the next sequence; these have
+strength 0 and are not written.
 """
 
 from functools import cache
@@ -31,30 +31,30 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from auraflux.ops.delta.cuda.inverse import LINE, exp2, inverse, log2, running_sums
 from auraflux.ops.delta.cuda.layouts import BF, COL, F32, HALVES, HF, M64, ROW, C, publish
-from auraflux.ops.delta.cuda.scan import scan_tiles
-from auraflux.ops.hopper.device import multiprocessors
-from auraflux.ops.hopper.launch import described, launch
-from auraflux.ops.hopper.sizes import cdiv
-from auraflux.ops.hopper.streams import beside
+from auraflux.ops.delta.cuda.scan import Recurrence, ScanShape, scan_tiles
+from auraflux.ops.gpu.device import multiprocessors
+from auraflux.ops.gpu.launch import launch, tensor_descriptor
+from auraflux.ops.gpu.sizes import cdiv
+from auraflux.ops.gpu.streams import side_stream
 
 WIDTH = 128  # channels of keys and values
 STAGES = 3
-# with these, a program that makes chunks fits a multiprocessor beside one that walks, and four do alone
+# with these, a `chunk_tiles` program fits a multiprocessor together with a `scan_tiles` one, and four fit without
 CHUNK_REGISTERS, SCAN_REGISTERS = 112, 144
-# chunks from which on a single sequence goes in so many parts, and what they were measured with: 32 value heads on an H200
-PARTS = ((512, 8), (32, 2), (0, 1))
+# (minimum of chunks, segments) of a single sequence, measured with 32 value heads on an H200
+SEGMENTS = ((512, 8), (32, 2), (0, 1))
 
 
-def _parts(tokens: int, heads: int, device: torch.device) -> int:
-    """How many parts a sequence goes in: one is walked while the next one's chunks are made, on multiprocessors left over."""
+def _segments(tokens: int, heads: int, device: torch.device) -> int:
+    """Return the number of segments: one is scanned while the next one's chunks are computed on idle multiprocessors."""
     if 2 * heads >= multiprocessors(device) * 3 // 4:
         return 1
-    return next(parts for chunks, parts in PARTS if tokens >= chunks * C.value)
+    return next(segments for chunks, segments in SEGMENTS if tokens >= chunks * C.value)
 
 
 @gluon.jit
 def _sequence_at(slot, starts, sequences):
-    """The sequence that a slot belongs to: the last whose first slot is not past it."""
+    """Return the sequence of a slot: the last whose first slot is not past it."""
     low, high = slot * 0, slot * 0 + sequences - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -66,7 +66,7 @@ def _sequence_at(slot, starts, sequences):
 
 @gluon.jit
 def _gates(decay, beta, gates, line, at, live, HEADS: gl.constexpr):
-    """Leave sums of log2 decays and strengths in `line`, decays to the chunk's end and from its start in `gates`."""
+    """Store sums of log2 decays and strengths in `line`, decays to the chunk's end and from its start in `gates`."""
     token = gl.arange(0, 64, LINE)
     step = gl.load(decay + at + token * HEADS, mask=token < live, other=1.0)
     strength = gl.load(beta + at + token * HEADS, mask=token < live, other=0.0)
@@ -80,9 +80,11 @@ def _gates(decay, beta, gates, line, at, live, HEADS: gl.constexpr):
 
 @gluon.jit(do_not_specialize_on_alignment=["begin", "tokens"])
 def chunk_tiles(
-    qs, ks, xs, ps, decay, beta, gates, starts, sequences, begin, tokens,
-    HEADS: gl.constexpr, SHARED: gl.constexpr, SINGLE: gl.constexpr,
+    qs, ks, xs, ps, decay, beta, gates, starts, sequences, begin, tokens, SHAPE: gl.constexpr,
 ):  # fmt: skip
+    HEADS: gl.constexpr = SHAPE.heads
+    SHARED: gl.constexpr = SHAPE.group
+    SINGLE: gl.constexpr = SHAPE.single
     head, place = gl.program_id(0), gl.program_id(1)
     if SINGLE:
         place += begin // C
@@ -96,7 +98,7 @@ def chunk_tiles(
     wide = gl.allocate_shared_memory(BF, [2, 64, 128], ks.layout)
     line = gl.allocate_shared_memory(F32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    # keys and queries are done with when these are written
+    # these reuse the memory of keys and queries
     halves = wide._reinterpret(HF, [4, 64, 64], HALVES)
     tiles = wide._reinterpret(BF, [4, 64, 64], ps.layout)
     K, Q, P, X = wide.index(0), wide.index(1), tiles.index(2), tiles.index(1)
@@ -135,31 +137,32 @@ def tile_layout(columns: int) -> gl.NVMMASharedLayout:
 
 
 def _tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return described(x.view(rows, -1), [64, columns], tile_layout(columns))
+    return tensor_descriptor(x.view(rows, -1), [64, columns], tile_layout(columns))
 
 
 def prefill_hopper(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor, out: Tensor
 ) -> None:
-    """`gated_delta_prefill` into `out`."""
+    """Run `gated_delta_prefill` into `out`."""
     (batch, heads), tokens, shared = state.shape[:2], v.shape[0], state.shape[1] // q.shape[1]
     slots, single = tokens // C.value + batch, batch == 1
     x, p = (v.new_empty(slots * heads * C.value, C.value) for _ in range(2))
     gates = torch.empty(slots * heads * 128, dtype=torch.float32, device=v.device)
     qs, ks, vs, os = _tiles(q, tokens, 128), _tiles(k, tokens, 128), _tiles(v, tokens, 64), _tiles(out, tokens, 64)
     xs, ps = _tiles(x, len(x), 64), _tiles(p, len(p), 64)
-    parts = _parts(tokens, heads, v.device) if single else 1
-    size = cdiv(cdiv(tokens, C.value), parts) * C.value
-    side = beside(v.device, parts > 1)
+    segments = _segments(tokens, heads, v.device) if single else 1
+    size = cdiv(cdiv(tokens, C.value), segments) * C.value
+    shape = ScanShape(heads, shared, single, STAGES)
+    side = side_stream(v.device, segments > 1)
     for begin in range(0, tokens, size):
         end = min(tokens, begin + size)
         launch(chunk_tiles, (heads, cdiv(end - begin, C.value) if single else slots))(
-            qs, ks, xs, ps, decay, beta, gates, starts, batch, begin, end, heads, shared, single,
+            qs, ks, xs, ps, decay, beta, gates, starts, batch, begin, end, shape,
             num_warps=4, maxnreg=CHUNK_REGISTERS,
         )  # fmt: skip
         with side:
             launch(scan_tiles, (2, heads, batch))(
-                qs, ks, vs, xs, ps, os, out, gates, state, starts, begin, end, heads, shared, single, STAGES,
+                qs, ks, vs, xs, ps, os, out, Recurrence(gates, state, starts), begin, end, shape,
                 num_warps=4, maxnreg=SCAN_REGISTERS,
             )  # fmt: skip
     side.join()

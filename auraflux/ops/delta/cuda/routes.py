@@ -1,6 +1,6 @@
-"""Which kernel runs a delta layer on CUDA: the first below that does not refuse.
+"""Kernels of the delta ops on CUDA: the first route below that does not refuse a call.
 
-Inside `invariant` memories are taken through tokens one by one, in a prompt and in a step alike.
+Inside `invariant` states run through tokens one by one, in prefill as in decode.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from torch import Tensor
 from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.delta.cuda import chunks, conv, decode, prefill, selective, serial
 from auraflux.ops.delta.reference import LAYER_STEPS, layer_step_by
-from auraflux.ops.hopper.device import not_hopper
+from auraflux.ops.gpu.device import not_hopper
 from auraflux.ops.routes import Route, Routes
 
 WIDEST_KEY = 256
@@ -20,8 +20,8 @@ BF16 = torch.bfloat16
 UNALIGNED = "an address is not a multiple of 16 bytes"
 
 
-class Prompt(NamedTuple):
-    """`gated_delta_prefill`: what it is called with, and where results go."""
+class PrefillCall(NamedTuple):
+    """Arguments of `gated_delta_prefill`, and its output."""
 
     state: Tensor
     q: Tensor
@@ -33,8 +33,8 @@ class Prompt(NamedTuple):
     out: Tensor
 
 
-class Convolve(NamedTuple):
-    """`short_conv`: what it is called with, and where results go."""
+class ConvCall(NamedTuple):
+    """Arguments of `short_conv`, and its output."""
 
     x: Tensor
     state: Tensor
@@ -44,8 +44,8 @@ class Convolve(NamedTuple):
     out: Tensor
 
 
-class Scan(NamedTuple):
-    """`selective_scan`: what it is called with, and where results go."""
+class ScanCall(NamedTuple):
+    """Arguments of `selective_scan`, and its output."""
 
     state: Tensor
     xbc: Tensor
@@ -56,8 +56,8 @@ class Scan(NamedTuple):
     out: Tensor
 
 
-class LayerStep(NamedTuple):
-    """`delta_layer_step`: what it is called with."""
+class LayerStepCall(NamedTuple):
+    """Arguments of `delta_layer_step`."""
 
     qkv: Tensor
     z: Tensor
@@ -74,11 +74,11 @@ class LayerStep(NamedTuple):
     eps: float
 
 
-def _refuses_prefill(call: Prompt) -> str | None:
+def _refuses_prefill(call: PrefillCall) -> str | None:
     if tuple(call.state.shape[2:]) != (prefill.WIDTH, prefill.WIDTH):
         return f"heads of {call.state.shape[2]} and {call.state.shape[3]} channels; it is for {prefill.WIDTH}"
     if len(call.v) < prefill.C.value:
-        return f"{len(call.v)} tokens are no whole chunk of {prefill.C.value}"
+        return f"{len(call.v)} tokens are less than a chunk of {prefill.C.value}"
     if not call.q.dtype == call.k.dtype == call.v.dtype == BF16 or not call.decay.dtype == call.beta.dtype == torch.float32:
         return "not all in bf16, gates in float32"
     if (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % 16:
@@ -86,24 +86,24 @@ def _refuses_prefill(call: Prompt) -> str | None:
     return not_hopper(call.v.device)
 
 
-def _refuses_chunks(call: Prompt) -> str | None:
+def _refuses_chunks(call: PrefillCall) -> str | None:
     width = call.state.shape[2]
     return f"keys of {width} channels, wider than {WIDEST_KEY}" if width > WIDEST_KEY else None
 
 
-def _refuses_serial(call: Convolve) -> str | None:
+def _refuses_serial(call: ConvCall) -> str | None:
     tokens, sequences = len(call.x), len(call.state)
     return f"{tokens} tokens of {sequences} sequences" if tokens > SERIAL_TOKENS * sequences else None
 
 
-def _refuses_scan_chunks(call: Scan) -> str | None:
+def _refuses_scan_chunks(call: ScanCall) -> str | None:
     tokens, sequences = len(call.xbc), len(call.state)
     if tokens <= SERIAL_TOKENS * sequences:
         return f"{tokens} tokens of {sequences} sequences; it is for more than {SERIAL_TOKENS} of each"
-    return "values are float32, and its products are not" if call.xbc.dtype is torch.float32 else None
+    return "values are float32; its MMAs are tf32" if call.xbc.dtype is torch.float32 else None
 
 
-def _refuses_decode(call: LayerStep) -> str | None:
+def _refuses_decode(call: LayerStepCall) -> str | None:
     if {call.qkv.dtype, call.z.dtype, call.a.dtype, call.b.dtype, call.conv.dtype} != {BF16}:
         return "not all in bf16"
     if tuple(call.state.shape[2:]) != (decode.WIDTH, decode.WIDTH):
@@ -114,7 +114,7 @@ def _refuses_decode(call: LayerStep) -> str | None:
     return UNALIGNED if (call.z.data_ptr() | call.state.data_ptr()) % 16 else not_hopper(call.qkv.device)
 
 
-def _refuses_one_by_one(call: Prompt) -> str | None:
+def _refuses_one_by_one(call: PrefillCall) -> str | None:
     if not is_invariant():
         return "chunks are quicker"
     width = call.state.shape[2]
@@ -125,32 +125,32 @@ def _never(call: object) -> None:
     return None
 
 
-def _decode(call: LayerStep) -> Tensor:
+def _decode(call: LayerStepCall) -> Tensor:
     out = torch.empty_like(call.z)
     if out.numel():
         decode.step_hopper(*call[:10], call.unit_eps, call.eps, out)
     return out
 
 
-def _step_by_step(call: LayerStep) -> Tensor:
+def _step_by_step(call: LayerStepCall) -> Tensor:
     return layer_step_by(LAYER_STEPS, *call)
 
 
-PREFILL: Routes[Prompt, None] = Routes(
-    Route("one by one", _refuses_one_by_one, lambda call: serial.take_serially(*call), alike=True),
+PREFILL: Routes[PrefillCall, None] = Routes(
+    Route("one by one", _refuses_one_by_one, lambda call: serial.run_serial(*call), invariant=True),
     Route("prefill", _refuses_prefill, lambda call: prefill.prefill_hopper(*call)),
     Route("chunks", _refuses_chunks, lambda call: chunks.run_chunks(*call)),
 )
-CONV: Routes[Convolve, None] = Routes(
+CONV: Routes[ConvCall, None] = Routes(
     Route("conv, token by token", _refuses_serial, lambda call: conv.convolve_serially(*call)),
-    Route("conv, all tokens at once", _never, lambda call: conv.convolve_tiles(*call), alike=True),
+    Route("conv, all tokens at once", _never, lambda call: conv.convolve_tiles(*call), invariant=True),
 )
-SCAN: Routes[Scan, None] = Routes(
+SCAN: Routes[ScanCall, None] = Routes(
     Route("scan, in chunks", _refuses_scan_chunks, lambda call: selective.scan_in_chunks(*call)),
-    Route("scan, token by token", _never, lambda call: selective.scan_one_by_one(*call), alike=True),
+    Route("scan, token by token", _never, lambda call: selective.scan_one_by_one(*call), invariant=True),
 )
-LAYER: Routes[LayerStep, Tensor] = Routes(
+LAYER: Routes[LayerStepCall, Tensor] = Routes(
     Route("decode", _refuses_decode, _decode),
-    Route("step by step", _never, _step_by_step, alike=True),
+    Route("step by step", _never, _step_by_step, invariant=True),
 )
 ROUTES = {"gated_delta_prefill": PREFILL, "short_conv": CONV, "selective_scan": SCAN, "delta_layer_step": LAYER}

@@ -1,8 +1,7 @@
-"""Mamba-2's rule in plain Triton: a program takes some columns of a head through all tokens, one by one or in chunks.
+"""Mamba-2's rule in Triton: a program runs some state columns of a head through all tokens, one by one or in chunks.
 
-In a chunk, what token t reads of what s wrote fades by exp(reach[t] - reach[s]), where reach sums the logarithms of decays: the
-reads of all tokens are two products, and so is what the chunk leaves in the memory. Products are of ten bits, more
-than bf16's eight.
+In a chunk, the contribution of token s to token t decays by exp(log_decay[t] - log_decay[s]), with cumulative logarithms of
+decays: all outputs are two matrix products, and so is the update of the state. Products are tf32, more precise than bf16.
 """
 
 import triton
@@ -10,27 +9,30 @@ import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops.delta.cuda.gates import softplus
+from auraflux.ops.delta.cuda.state_tiles import COLUMNS, StateTile, state_tile
 from auraflux.ops.delta.reference_scan import groups_of
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv
 
-COLUMNS = 16  # of the state, in a program's registers
 CHUNK = 32  # tokens
-LEAST = tl.constexpr(1e-37)  # of a decay that has a logarithm
+LEAST = tl.constexpr(1e-37)  # clamps decays before the logarithm
 
 
 @triton.jit
-def _one_by_one(
-    state, xbc, decay, step, skip, starts, out, tokens, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def _one_by_one(state, xbc, decay, step, skip, starts, out, tokens, TILE: tl.constexpr):
+    HEADS: tl.constexpr = TILE.heads
+    K: tl.constexpr = TILE.key_width
+    V: tl.constexpr = TILE.value_width
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns
+    GROUPS: tl.constexpr = TILE.key_heads
     CHANNELS: tl.constexpr = HEADS * V + 2 * GROUPS * K
     b, head = tl.program_id(0), tl.program_id(1)
     i, j = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     there = (i < K)[:, None] & (j < V)[None, :]
     place = state + ((b.to(tl.int64) * HEADS + head) * K + i[:, None]) * V + j[None, :]
     memory = tl.load(place, mask=there, other=0.0)
-    kept = tl.load(skip + head).to(tl.float32)
+    skip_factor = tl.load(skip + head).to(tl.float32)
     keys = HEADS * V + head // (HEADS // GROUPS) * K + i
     first, end = tl.maximum(tl.load(starts + b), 0), tl.minimum(tl.load(starts + b + 1), tokens)
     for n in range(end - first):
@@ -41,22 +43,25 @@ def _one_by_one(
         query = tl.load(row + GROUPS * K + keys, mask=i < K, other=0.0).to(tl.float32)[:, None]
         written = value * tl.load(step + gate).to(tl.float32)
         memory = memory * tl.load(decay + gate).to(tl.float32) + key * written[None, :]
-        tl.store(out + gate * V + j, tl.sum(memory * query, 0) + kept * value, mask=j < V)
+        tl.store(out + gate * V + j, tl.sum(memory * query, 0) + skip_factor * value, mask=j < V)
     tl.store(place, memory, mask=there)
 
 
 @triton.jit
-def _in_chunks(
-    state, xbc, decay, step, skip, starts, out, tokens, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+def _in_chunks(state, xbc, decay, step, skip, starts, out, tokens, TILE: tl.constexpr, CHUNK: tl.constexpr):
+    HEADS: tl.constexpr = TILE.heads
+    K: tl.constexpr = TILE.key_width
+    V: tl.constexpr = TILE.value_width
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns
+    GROUPS: tl.constexpr = TILE.key_heads
     CHANNELS: tl.constexpr = HEADS * V + 2 * GROUPS * K
     b, head = tl.program_id(0), tl.program_id(1)
     i, j, t = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, CHUNK)
     there = (i < K)[:, None] & (j < V)[None, :]
     place = state + ((b.to(tl.int64) * HEADS + head) * K + i[:, None]) * V + j[None, :]
     memory = tl.load(place, mask=there, other=0.0)
-    kept = tl.load(skip + head).to(tl.float32)
+    skip_factor = tl.load(skip + head).to(tl.float32)
     keys = HEADS * V + head // (HEADS // GROUPS) * K + i
     first, end = tl.maximum(tl.load(starts + b), 0), tl.minimum(tl.load(starts + b + 1), tokens)
     for begin in range(first, end, CHUNK):
@@ -67,35 +72,33 @@ def _in_chunks(
         value = tl.load(row + head * V + j[None, :], mask=inside[:, None] & (j < V)[None, :], other=0.0).to(tl.float32)
         key = tl.load(row + keys[None, :], mask=wide, other=0.0).to(tl.float32)
         query = tl.load(row + GROUPS * K + keys[None, :], mask=wide, other=0.0).to(tl.float32)
-        fading = tl.log(tl.maximum(tl.load(decay + gate, mask=inside, other=1.0).to(tl.float32), LEAST))
+        step_log_decay = tl.log(tl.maximum(tl.load(decay + gate, mask=inside, other=1.0).to(tl.float32), LEAST))
         written = value * tl.load(step + gate, mask=inside, other=0.0).to(tl.float32)[:, None]
-        reach, whole = tl.cumsum(fading, 0), tl.sum(fading, 0)
-        seen = tl.where(t[:, None] >= t[None, :], tl.exp(reach[:, None] - reach[None, :]), 0.0)
-        seen *= tl.dot(query, tl.trans(key), input_precision="tf32")
-        read = tl.dot(query, memory, input_precision="tf32") * tl.exp(reach)[:, None] + kept * value
-        read = tl.dot(seen, written, read, input_precision="tf32")
+        log_decay, total_log_decay = tl.cumsum(step_log_decay, 0), tl.sum(step_log_decay, 0)
+        scores = tl.where(t[:, None] >= t[None, :], tl.exp(log_decay[:, None] - log_decay[None, :]), 0.0)
+        scores *= tl.dot(query, tl.trans(key), input_precision="tf32")
+        read = tl.dot(query, memory, input_precision="tf32") * tl.exp(log_decay)[:, None] + skip_factor * value
+        read = tl.dot(scores, written, read, input_precision="tf32")
         tl.store(out + (gate * V)[:, None] + j[None, :], read, mask=inside[:, None] & (j < V)[None, :])
-        late = key * tl.exp(whole - reach)[:, None]
-        memory = tl.dot(tl.trans(late), written, memory * tl.exp(whole), input_precision="tf32")
+        late = key * tl.exp(total_log_decay - log_decay)[:, None]
+        memory = tl.dot(tl.trans(late), written, memory * tl.exp(total_log_decay), input_precision="tf32")
     tl.store(place, memory, mask=there)
 
 
-def _sizes(state: Tensor, xbc: Tensor) -> tuple[int, ...]:
-    _, heads, key_width, value_width = state.shape
-    return heads, groups_of(state, xbc.shape[1]), key_width, value_width, max(16, power_of_two(key_width)), COLUMNS
+def _tile(state: Tensor, xbc: Tensor) -> StateTile:
+    return state_tile(state, groups_of(state, xbc.shape[1]), least_rows=16)
 
 
 def scan_one_by_one(state: Tensor, xbc: Tensor, decay: Tensor, step: Tensor, skip: Tensor, starts: Tensor, out: Tensor) -> None:
-    """`selective_scan` into `out`, as it is defined."""
+    """Run `selective_scan` into `out`, token by token."""
     grid = len(state), state.shape[1], cdiv(state.shape[3], COLUMNS)
-    launch(_one_by_one, grid)(state, xbc, decay, step, skip, starts, out, len(xbc), *_sizes(state, xbc), num_warps=4)
+    launch(_one_by_one, grid)(state, xbc, decay, step, skip, starts, out, len(xbc), _tile(state, xbc), num_warps=4)
 
 
 def scan_in_chunks(state: Tensor, xbc: Tensor, decay: Tensor, step: Tensor, skip: Tensor, starts: Tensor, out: Tensor) -> None:
-    """`selective_scan` into `out`, tokens of a chunk together."""
+    """Run `selective_scan` into `out`, in chunks."""
     grid = len(state), state.shape[1], cdiv(state.shape[3], COLUMNS)
-    sizes = *_sizes(state, xbc), CHUNK
-    launch(_in_chunks, grid)(state, xbc, decay, step, skip, starts, out, len(xbc), *sizes, num_warps=4)
+    launch(_in_chunks, grid)(state, xbc, decay, step, skip, starts, out, len(xbc), _tile(state, xbc), CHUNK, num_warps=4)
 
 
 @triton.jit
@@ -110,6 +113,6 @@ def _gates(dt, a_log, dt_bias, decay, step, size, heads, BLOCK: tl.constexpr):
 
 
 def make_scan_gates(dt: Tensor, a_log: Tensor, dt_bias: Tensor, decay: Tensor, step: Tensor) -> None:
-    """`scan_gates` into `decay` and `step`."""
+    """Run `scan_gates` into `decay` and `step`."""
     if size := dt.numel():
         launch(_gates, (cdiv(size, 512),))(dt, a_log, dt_bias, decay, step, size, dt.shape[1], 512, num_warps=4)

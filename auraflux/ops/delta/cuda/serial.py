@@ -1,6 +1,6 @@
-"""The delta rule token by token in plain Triton: a program takes some columns of a head through all tokens of a sequence.
+"""The delta rule token by token in Triton: a program runs some state columns of a head through all tokens of a sequence.
 
-A prompt takes several times as long as in chunks, but to the bit what single steps give.
+Prefill takes several times as long as in chunks, but is bit-identical to single steps.
 """
 
 from functools import lru_cache
@@ -10,18 +10,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.sizes import cdiv, power_of_two
-
-COLUMNS = 16  # of the memory, in a program's registers
+from auraflux.ops.delta.cuda.state_tiles import COLUMNS, state_tile
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv
 
 
 @triton.jit
-def _serial_delta(
-    state, q, k, v, decay, beta, starts, out, tokens, HEADS: tl.constexpr, SHARED: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Grid (sequences, HEADS, parts of the columns); SHARED heads have one key."""
+def _serial_delta(state, q, k, v, decay, beta, starts, out, tokens, TILE: tl.constexpr):
+    """Run the recurrence; grid (sequences, heads, column blocks)."""
+    HEADS: tl.constexpr = TILE.heads
+    K: tl.constexpr = TILE.key_width
+    V: tl.constexpr = TILE.value_width
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns
+    SHARED: tl.constexpr = TILE.heads // TILE.key_heads
     b, head = tl.program_id(0), tl.program_id(1)
     i, j = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     there = (i < K)[:, None] & (j < V)[None, :]
@@ -43,17 +45,17 @@ def _serial_delta(
 
 @lru_cache
 def _one_each(batch: int, device: torch.device) -> Tensor:
-    """Where sequences begin that have a token each."""
+    """Return `starts` of sequences with one token each."""
     return torch.arange(batch + 1, dtype=torch.int32, device=device)
 
 
-def take_serially(
+def run_serial(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor | None, out: Tensor
 ) -> None:
-    """`gated_delta_prefill` into `out`, or, without `starts`, `gated_delta_step`."""
-    batch, heads, key_width, value_width = state.shape
+    """Run `gated_delta_prefill` into `out`, or, without `starts`, `gated_delta_step`."""
+    batch, heads, _, value_width = state.shape
     if starts is None:
         starts = _one_each(batch, state.device)
-    sizes = heads, heads // q.shape[1], key_width, value_width, power_of_two(key_width), COLUMNS
+    tile = state_tile(state, q.shape[1])
     grid = batch, heads, cdiv(value_width, COLUMNS)
-    launch(_serial_delta, grid)(state, q, k, v, decay, beta, starts, out, len(v), *sizes, num_warps=4)
+    launch(_serial_delta, grid)(state, q, k, v, decay, beta, starts, out, len(v), tile, num_warps=4)

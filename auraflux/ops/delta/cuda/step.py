@@ -1,16 +1,18 @@
-"""One token of the delta rule in plain Triton: the memory is read and written once."""
+"""One token of the delta rule in Triton: the state is read and written once."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv, power_of_two
 
 
 @triton.jit
-def _step_kernel(state, q, k, v, decay, beta, out, heads, shared, K, V, BK: tl.constexpr, BV: tl.constexpr):
-    # both products are taken of the old memory, so it is read once: q S' = g (q S) + (q k) d
+def _step_kernel(state, q, k, v, decay, beta, out, heads, shared, K, V, TILE: tl.constexpr):
+    BK: tl.constexpr = TILE[0]
+    BV: tl.constexpr = TILE[1]
+    # both products use the old state, so it is read once: q S' = g (q S) + (q k) d
     head = tl.program_id(0).to(tl.int64)
     row, column = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     memory = state + head * K * V + row[:, None] * V + column[None, :]
@@ -27,11 +29,11 @@ def _step_kernel(state, q, k, v, decay, beta, out, heads, shared, K, V, BK: tl.c
     tl.store(out + head * V + column, read.to(out.dtype.element_ty), mask=column < V)
 
 
-def take_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, out: Tensor) -> None:
-    """`gated_delta_step` into `out`."""
+def run_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, out: Tensor) -> None:
+    """Run `gated_delta_step` into `out`."""
     batch, heads, K, V = state.shape
-    # few heads are cut finer, to give every multiprocessor a part
+    # with few heads programs take fewer columns, to occupy every multiprocessor
     width = min(power_of_two(V), 16 if batch * heads * V <= 64 * 128 else 32)
     grid = (batch * heads, cdiv(V, width))
     shared = heads // q.shape[1]
-    launch(_step_kernel, grid)(state, q, k, v, decay, beta, out, heads, shared, K, V, power_of_two(K), width, num_warps=4)
+    launch(_step_kernel, grid)(state, q, k, v, decay, beta, out, heads, shared, K, V, (power_of_two(K), width), num_warps=4)

@@ -1,16 +1,14 @@
-"""Products with weights on CPU; `routes.py` says which kernel multiplies."""
+"""Products with weights on CPU; `routes.py` selects the kernel."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from auraflux.ops._dispatch import Declined
 from auraflux.ops.activation.cpu import swiglu
 from auraflux.ops.linear.cpu.embedding import embed
-from auraflux.ops.linear.cpu.routes import PRODUCTS, Call, Made, Norm
+from auraflux.ops.linear.cpu.routes import PRODUCTS, Call, Norm, Products
 from auraflux.ops.linear.reference import Weight
 from auraflux.ops.simd.jit import as_float, like
-from auraflux.quant import QTensor
 
 __all__ = [
     "add_norm_gate_up",
@@ -65,39 +63,32 @@ def add_norm_scores(
 def add_norm_gate_up(
     x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, gate: Weight, up: Weight
 ) -> tuple[Tensor, Tensor]:
-    _check_alike(gate, up)
     made = _normed(x, delta, norm, eps, (gate, up))
     assert made.total is not None
     return _restored(made.total, x), _shaped(swiglu(*made.outs), x)
 
 
 def gate_up_swiglu(x: Tensor, gate: Weight, up: Weight) -> Tensor:
-    _check_alike(gate, up)
     return _shaped(swiglu(*PRODUCTS(Call(_rows(as_float(x)), (gate, up))).outs), x)
 
 
-def _normed(x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, weights: Sequence[Weight]) -> Made:
-    """Products of a stream to which delta is added, and which is then normalised."""
+def _normed(x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, weights: Sequence[Weight]) -> Products:
+    """Add delta to the stream, normalise it and multiply it by the weights."""
     return PRODUCTS(Call(_rows(x), weights, Norm(None if delta is None else _rows(delta), norm, eps)))
 
 
-def _check_alike(gate: Weight, up: Weight) -> None:
-    if isinstance(gate, QTensor) is not isinstance(up, QTensor):
-        raise Declined("one of gate and up is quantized, the other dense")
-
-
 def _rows(x: Tensor) -> Tensor:
-    """x as [T, K]."""
+    """Reshape x to [T, K]."""
     return x if x.dim() == 2 else x.view(-1, x.shape[-1])
 
 
 def _restored(rows: Tensor, x: Tensor) -> Tensor:
-    """What has the rows of x, [T, K], with the leading axes of x."""
+    """Reshape a result [T, K] to the leading axes of x."""
     return rows if x.dim() == 2 else rows.view(x.shape)
 
 
 def _shaped(out: Tensor, x: Tensor) -> Tensor:
-    """Results [T, N] with the leading axes and the dtype of x."""
+    """Convert results [T, N] to the leading axes and the dtype of x."""
     return like(out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1]), x)
 
 

@@ -1,4 +1,4 @@
-"""Activations of a token as the kernels of products take them: as they are, or rounded to digits of a byte each."""
+"""Activations of a token in the formats of the product kernels: float32, half precision, or digits of a byte each."""
 
 from llvmlite import ir
 from numba.core import cgutils
@@ -9,10 +9,10 @@ from auraflux.ops.simd.vectors import F32, I8, I32, MAGIC, at, call, fma, kernel
 from auraflux.quant.packing import CHUNK
 
 
-@kernel(constants=1, apart=True)
+@kernel(constants=1, outlined=True)
 def prepare_token(b, form, x, groups, acts, scales, sums):
-    """Ready one token's float32 activations: as they are, as digits in the order of the codes, the first of a span first, or
-    in half precision, four of them twice."""
+    """Convert one token's float32 activations: to digits in the order of the codes, highest first within a span, to half
+    precision with four of them repeated, or by a copy."""
     form = Form.parse(form)
     group = form.group
     with cgutils.for_range(b, groups) as loop:
@@ -47,14 +47,14 @@ def _times(b: ir.IRBuilder, value: ir.Value, factor: float) -> ir.Value:
 
 
 def _largest(b: ir.IRBuilder, values: ir.Value) -> ir.Value:
-    """The bits of the largest size among floats. They order like integers, NaN above all: one NaN is the largest."""
+    """Return the bits of the largest magnitude. They compare like integers, with NaN above all: a single NaN is the largest."""
     whole = vector(I32, values.type.count)
     sizes = b.and_(b.bitcast(values, whole), splat(whole, 0x7FFFFFFF))
     return call(b, f"llvm.vector.reduce.umax.v{whole.count}i32", I32, sizes)
 
 
 def _round_group(b: ir.IRBuilder, values: ir.Value) -> tuple[list[ir.Value], ir.Value, ir.Value]:
-    """Round a group to int8 with one scale; also the scaled sum of what was rounded."""
+    """Quantize a group to int8 with one scale, and sum the dequantized values."""
     group = values.type.count
     whole = vector(I32, group)
     # a NaN makes the scale NaN, and with it every result
@@ -64,22 +64,21 @@ def _round_group(b: ir.IRBuilder, values: ir.Value) -> tuple[list[ir.Value], ir.
     scale = b.fmul(top, ir.Constant(F32, 1 / 127))
     moved = fma(b, values, spread(b, factor, group), splat(values.type, MAGIC))
     rounded = b.trunc(b.bitcast(moved, whole), vector(I8, group))
-    # of the rounded values, not of x: the rounding error then meets code * scale + bias, half as large as code * scale
+    # sum of the rounded values, not of x: the rounding error is then multiplied by code * scale + bias, half of code * scale
     return [rounded], scale, b.fmul(scale, b.sitofp(ISA.sum_bytes(b, rounded), F32))
 
 
 def _split_group(b: ir.IRBuilder, values: ir.Value) -> tuple[list[ir.Value], ir.Value, ir.Value]:
-    """Round a group to whole numbers of three signed digits to the base 256, highest first, and one scale; also the scaled sum.
+    """Quantize a group to integers of three signed base-256 digits, highest first, with one scale, and sum the values.
 
-    The scale is a power of two, so that nothing but the rounding changes a number: by half of the last bit that the largest has
-    in float32, or by the whole of it.
+    The scale is a power of two, so only rounding changes a number: by at most one unit in the last place of the largest.
     """
     group = values.type.count
     whole = vector(I32, group)
     top = _largest(b, values)
-    # the exponent of the largest; one more where the first digit would be 128
+    # the exponent of the largest; one more if the first digit would be 128
     exponent = b.lshr(b.add(top, ir.Constant(I32, 0x20000)), ir.Constant(I32, 23))
-    # below 1e-31 powers of two run out, and fewer bits are left
+    # below 1e-31 the power of two would underflow, and fewer bits remain
     tiny = b.icmp_unsigned("<", exponent, ir.Constant(I32, 23))
     exponent = b.select(tiny, ir.Constant(I32, 23), exponent)
     factor, unit, scale = (
@@ -90,7 +89,7 @@ def _split_group(b: ir.IRBuilder, values: ir.Value) -> tuple[list[ir.Value], ir.
             b.sub(exponent, ir.Constant(I32, 22 - 16)),
         )
     )
-    # what is no number makes the scale none, and with it every result
+    # NaN makes the scale NaN, and with it every result
     broken = b.icmp_unsigned(">=", top, ir.Constant(I32, 0x7F800000))
     unit, scale = (b.select(broken, b.bitcast(top, F32), each) for each in (unit, scale))
     moved = call(b, f"llvm.roundeven.v{group}f32", values.type, b.fmul(values, spread(b, factor, group)))
@@ -103,9 +102,9 @@ def _split_group(b: ir.IRBuilder, values: ir.Value) -> tuple[list[ir.Value], ir.
 
 
 def _centre_group(b: ir.IRBuilder, values: ir.Value, middle: int) -> tuple[ir.Value, ir.Value]:
-    """Multiply a group by a power of two, so that the exponent of its largest is `middle`; also one over it times 2**middle."""
+    """Scale a group by a power of two so that its largest exponent is `middle`; return 2**middle over that power as well."""
     exponent = b.lshr(_largest(b, values), ir.Constant(I32, 23))
-    # below 2**(middle - 127) powers of two run out, and exponents are smaller; what is no number stays so
+    # below 2**(middle - 127) the power of two would underflow, and exponents are smaller; NaN stays NaN
     exponent = b.select(b.icmp_unsigned("<", exponent, ir.Constant(I32, middle)), ir.Constant(I32, middle), exponent)
     exponent = b.select(b.icmp_unsigned(">", exponent, ir.Constant(I32, 254)), ir.Constant(I32, 254), exponent)
     factor, scale = (

@@ -1,7 +1,7 @@
-"""Dense weights, as routers are and layers that were not quantized: read row by row, narrow ones widened on the way.
+"""Products with dense weights, such as routers and unquantized layers: read row by row, 16-bit ones widened on the fly.
 
-A vector holds neighbouring inputs. A result is summed in as many lanes along the inputs, and these are then added across: the
-same for one token and for many, of which a few share what is loaded of four rows.
+A vector holds neighbouring inputs. A result is accumulated per lane along the inputs, then reduced across lanes: the same
+order for one token and for many. A tile of tokens shares the loads of four rows.
 """
 
 import torch
@@ -30,19 +30,19 @@ from auraflux.ops.simd.vectors import (
     vector,
 )
 
-ROWS = 4  # of a weight, whose sums across lanes share the work
-TOKENS = 3 if ISA.lanes == 8 else 6  # sums of a tile stay in registers
+ROWS = 4  # of a weight, whose lane reductions are shared
+TOKENS = 3 if ISA.lanes == 8 else 6  # accumulators of a tile stay in registers
 LANES = ISA.lanes
-GROUP = 32  # rows that tokens go over one after the other, from the second cache
-INPUTS = 512  # of them at a time: a tile's are then in the first cache
+GROUP = 32  # rows that all tokens pass over while in L2
+INPUTS = 512  # of them at a time: a tile's then stay in L1
 TILE_BYTES = 4 * LANES * ROWS
-TILE_SPACE = 8 * ROWS + TOKENS * TILE_BYTES + LINE  # bytes that `multiply_floats` works in
+TILE_SPACE = 8 * ROWS + TOKENS * TILE_BYTES + LINE  # scratch bytes of `multiply_floats`
 SCRATCH = 8 * GROUP + LINE + GROUP // ROWS * TOKENS * TILE_BYTES
 PARALLEL_FROM = 1 << 16  # weights times tokens; below this, waking the threads costs more than the work
 
 
 def _some(b: ir.IRBuilder, address: ir.Value, offset: ir.Value, kind: ir.VectorType, mask: ir.Value) -> ir.Value:
-    """Load those lanes that the mask allows; the others are zero."""
+    """Load the lanes of the mask; the others are zero."""
     where = b.inttoptr(b.add(address, offset), kind.as_pointer())
     element = {I16: "i16", F32: "f32"}[kind.element]
     zeros = ir.Constant(kind, [0] * LANES)
@@ -50,7 +50,7 @@ def _some(b: ir.IRBuilder, address: ir.Value, offset: ir.Value, kind: ir.VectorT
 
 
 def _widen(b: ir.IRBuilder, raw: ir.Value) -> ir.Value:
-    """float32 as it is, bits of bf16 widened."""
+    """Return float32 unchanged, and bf16 bits widened."""
     if raw.type.element == F32:
         return raw
     return b.bitcast(b.shl(b.zext(raw, ISA.ints), splat(ISA.ints, 16)), ISA.floats)
@@ -61,7 +61,7 @@ def _tile(b, nbytes, tokens, weights, x, x_step, offset, count, rest, sums_at):
     """Add products of ROWS rows with `tokens` tokens to sums [tokens][ROWS] of a vector each.
 
     weights  [ROWS]  addresses of rows, whose elements have `nbytes`
-    x        tokens lie `x_step` bytes apart
+    x        tokens have a stride of `x_step` bytes
     offset   of the first input; `count` vectors of them are multiplied, and `rest` more
     """
     kind = vector(F32 if nbytes == 4 else I16, LANES)
@@ -92,13 +92,13 @@ def _tile(b, nbytes, tokens, weights, x, x_step, offset, count, rest, sums_at):
 
 @kernel(constants=0)
 def _across(b, sums, out):
-    """Add ROWS vectors across their lanes."""
+    """Reduce ROWS vectors across their lanes."""
     store(b, sum_four(b, [load(b, sums, 4 * LANES * r, ISA.floats) for r in range(ROWS)]), out, 0)
 
 
 @jit
 def multiply_floats(weight, step, rows, x, x_step, tokens, width, out, out_step, space):
-    """Multiply rows of float32, `step` bytes apart, with tokens, `x_step` apart; results `out_step` apart. See TILE_SPACE."""
+    """Multiply float32 rows with tokens; `step`, `x_step` and `out_step` are strides in bytes. Needs TILE_SPACE of scratch."""
     addresses, sums, spare = int64s(space, ROWS), space + 8 * ROWS, space + 8 * ROWS + TOKENS * TILE_BYTES
     for first in range(0, rows, ROWS):
         for r in range(ROWS):
@@ -122,7 +122,7 @@ def multiply_floats(weight, step, rows, x, x_step, tokens, width, out, out_step,
 def _build(nbytes: int) -> Kernel:
     @jit
     def add(weights, x, x_step, tokens, width, first, sums):
-        """Add the products of a run of inputs, the last perhaps shorter."""
+        """Add the products of a run of inputs; the last run may be shorter."""
         last = min(width, first + INPUTS)
         count, rest = (last - first) // LANES, (last - first) % LANES
         if tokens == TOKENS:
@@ -164,7 +164,7 @@ ROWS_OF = {torch.bfloat16: _build(2), torch.float32: _build(4)}
 
 
 def multiply_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, K] float32, weight [N, K] -> [T, N]."""
+    """Multiply x [T, K] float32 by a weight [N, K]: [T, N]."""
     found = weight if weight.dtype in ROWS_OF else as_float(weight)
     out = torch.empty(x.shape[0], weight.shape[0])
     jobs = threads() if weight.numel() * len(x) >= PARALLEL_FROM else 1

@@ -1,4 +1,4 @@
-"""Rows of an embedding table on CPU: codes are turned into numbers where they lie, whichever way its rows are ordered."""
+"""Rows of an embedding table on CPU: codes are dequantized in place, in any row layout."""
 
 from functools import cache
 
@@ -10,14 +10,14 @@ from auraflux.ops.linear.reference import Weight
 from auraflux.ops.simd.jit import Kernel, arguments, floats, halves, int32s, int64s, jit, octets, share, threads
 from auraflux.ops.simd.math import float_of_bits
 from auraflux.quant import QTensor, affine, levels, mxfp4
-from auraflux.quant.packing import CHUNK, PLACES
+from auraflux.quant.packing import CHUNK, LANE_FIELDS
 from auraflux.quant.super_blocks import SIZE, ZERO, SuperBlock
 
 PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
 
 BF16, F16, F32, E8M0, NIBBLES, BYTES, STEPS = range(7)
 SCALES = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32, torch.uint8: E8M0}
-# what a code stands for before its group's scale
+# value of a code before its group's scale
 LEVELS = {
     **{("affine", bits): torch.arange(2.0**bits) for bits in affine.BITS},
     ("mxfp4", mxfp4.BITS): mxfp4.levels(),
@@ -31,7 +31,7 @@ SMALLEST = np.uint32(1 << 22)
 
 @jit
 def _half(bits):
-    """Widen a float16: its exponent, 15 from the middle, is raised to float32's 127 by a product, which denormals survive."""
+    """Widen a float16: a product adjusts the exponent bias from 15 to 127, which is correct for denormals."""
     wide = np.uint32(bits)
     size = float_of_bits((wide & np.uint32(0x7FFF)) << np.uint32(13)) * RAISED
     if wide & np.uint32(0x7C00) == np.uint32(0x7C00):
@@ -55,7 +55,7 @@ def _scale(address, kind, i):
 
 @jit
 def _of_super_block(words, kind, lanes, group, groups):
-    """Scale and bias of one of a super-block's groups; its words lie `lanes` apart, see `quant/super_blocks.py`."""
+    """Return scale and bias of a super-block's group; its words have a stride of `lanes`, see `quant/super_blocks.py`."""
     first = np.uint32(words[0])
     word = np.uint32(words[(1 + group // 4) * lanes])
     step = word >> np.uint32(8 * (group % 4)) & np.uint32(255)
@@ -70,15 +70,15 @@ def _of_super_block(words, kind, lanes, group, groups):
 
 @cache
 def _places(bits: int, side_by_side: bool) -> Tensor:
-    """Where the codes of a chunk are: for each, of as many pieces as one has, the word, a shift, a mask, and the shift back.
+    """Return the bit fields of a chunk's codes: for each field of a code its word, shift, mask and shift back.
 
-    returns int32 [CHUNK, pieces, 4]; a mask of nothing where there are fewer
+    returns int32 [CHUNK, fields, 4]; codes with fewer fields have empty masks
     """
     rows = []
     for i in range(CHUNK):
         word, shift = divmod(i * bits, 32)
-        if side_by_side and bits in PLACES:
-            pieces, left = PLACES[bits][i // 4], bits
+        if side_by_side and bits in LANE_FIELDS:
+            pieces, left = LANE_FIELDS[bits][i // 4], bits
             row = []
             for piece in pieces:
                 left -= piece.size
@@ -95,7 +95,7 @@ def _places(bits: int, side_by_side: bool) -> Tensor:
 
 @jit
 def _code(codes, i, bits, lanes, places, pieces):
-    """The i-th code of a row whose words lie `lanes` apart."""
+    """Return the i-th code of a row whose words have a stride of `lanes`."""
     first, code = (i // CHUNK) * bits, np.uint32(0)
     for p in range(i % CHUNK * pieces * 4, (i % CHUNK + 1) * pieces * 4, 4):
         word = np.uint32(codes[(first + places[p]) * lanes])
@@ -105,7 +105,7 @@ def _code(codes, i, bits, lanes, places, pieces):
 
 @jit
 def _place_of(ids, long, place, lanes):
-    """The block of rows of an id, and the row there: of `lanes` rows side by side, element i of each is next to the others'."""
+    """Return the block of an id's row and the row within it: `lanes` rows are interleaved element by element."""
     row = int64s(ids, place + 1)[place] if long else np.int64(int32s(ids, place + 1)[place])
     return row // lanes, row % lanes
 
@@ -130,7 +130,7 @@ def _rows(args, job, jobs):
 
 @Kernel
 def _super_rows(args, job, jobs):
-    """The same of super-blocks: `each` words of a super-block are in the place of scales."""
+    """Dequantize rows of super-blocks: `each` words of a super-block take the place of scales."""
     ids, long, packed, scales, each, levels_at, kind, bits, group, lanes, width, places_at, pieces, count, target = arguments(
         args, 15
     )
@@ -164,6 +164,6 @@ def embed(ids: Tensor, table: Weight) -> Tensor:
     if found is None:
         _rows(jobs, *given, *table.addresses, LEVELS[table.kind, table.bits].data_ptr(), SCALES[table.scales.dtype], *sizes)
     else:
-        meant = LEVELS[found.plain, table.bits].data_ptr()
+        meant = LEVELS[found.expanded, table.bits].data_ptr()
         _super_rows(jobs, *given, *table.addresses[:2], found.words, meant, _steps_of(found), *sizes)
     return out

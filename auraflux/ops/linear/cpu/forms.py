@@ -1,4 +1,4 @@
-"""What the kernels of quantized products are compiled for: how codes, scales and activations lie, by format and contract."""
+"""Formats that the quantized product kernels are compiled for: codes, scales and activations, fast or exact."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,11 @@ from auraflux.quant.super_blocks import SIZE
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for; `text` is how it travels through Numba as one compile-time constant.
+    """Format that a kernel is compiled for; `text` passes it through Numba as one compile-time constant.
 
     fast   int8 activations and the byte dot product (e4m3: half precision), or float32
     bits, group  of the codes
-    kind   how scales are held: bf16, f16, f32, or e8m0 (MXFP4 exponents, no biases); without biases and with scales in f32:
+    kind   dtype of scales: bf16, f16, f32, or e8m0 (MXFP4 exponents, no biases); without biases and with scales in f32:
            e4m3 (FP8 codes), centred, iq4 and nvfp4 (see `quant/levels.py`)
     words  of a super-block, which has f32 scales and biases in another form (see `quant/super_blocks.py`); 0 without them
     """
@@ -36,20 +36,20 @@ class Form(NamedTuple):
 
     @property
     def lift(self) -> int:
-        """By how many powers of two scales and biases are smaller than they stand for: steps begin as denormal floats.
+        """Power of two by which scales and biases are scaled down, because they start as denormal floats.
 
-        Sums of codes and of activations are larger by as much, and there is no room for activations beyond 2**100.
+        Sums of codes and of activations are scaled up by as much, which limits activations to 2**100.
         """
         return 23 if self.words and ISA.small_unit < 1 else 0
 
     @property
     def magic(self) -> tuple[int, float]:
-        """Where sums of integers begin, see `MAGIC`, as bits and as a float."""
+        """Initial value of integer sums, see `MAGIC`, as bits and as a float."""
         return MAGIC_BITS + (self.lift << 23), MAGIC * 2.0**self.lift
 
     @property
     def scales_of(self) -> tuple[int, int]:
-        """So many scales, or words of a super-block, for so many inputs."""
+        """Number of scales, or words of a super-block, and of the inputs that they cover."""
         return (self.words, SIZE) if self.words else (1, self.group)
 
     @property
@@ -62,19 +62,19 @@ class Form(NamedTuple):
 
     @property
     def digits(self) -> int:
-        """Bytes of an activation, for the byte dot product; 0 where it stays float32."""
+        """Bytes of an activation for the byte dot product; 0 for float32 activations."""
         if self.kind == "e4m3":
             return 0
         return 1 if self.fast else ISA.digits
 
     @property
     def halves(self) -> bool:
-        """Whether activations and sums of a group's products are of half precision, which holds e4m3 over 256 exactly."""
+        """Activations and sums of a group are half precision, which represents e4m3 / 256 exactly."""
         return self.kind == "e4m3" and self.fast
 
     @property
     def raw(self) -> bool:
-        """Whether float32 activations are scaled, for weights that have e4m3's exponents."""
+        """Float32 activations are scaled, for weights with e4m3 exponents."""
         return self.kind == "e4m3" and ISA.denormals and not self.fast
 
     @property
@@ -82,7 +82,7 @@ class Form(NamedTuple):
         return self.digits or 4
 
     @property
-    def ready_nbytes(self) -> int:
+    def unpacked_nbytes(self) -> int:
         """Bytes of an unpacked code."""
         if self.halves:
             return 2
@@ -90,23 +90,23 @@ class Form(NamedTuple):
 
     @property
     def value_bits(self) -> int:
-        """Bits that matter of the bytes that the dot product takes."""
+        """Significant bits of the dot product's weight bytes."""
         return 8 if self.kind == "iq4" and not self.signed else self.bits
 
     @property
     def signed(self) -> bool:
-        """Whether levels are looked up as they are, those below zero too."""
+        """Levels are looked up as signed values."""
         return self.kind in LEVELS and ISA.by_lane and self.digits > 0
 
     @property
     def table(self) -> list[int]:
-        """What is looked up for a code, as signed bytes."""
+        """Lookup table of codes, as signed bytes."""
         least = 0 if self.signed else min(LEVELS[self.kind])
         return [(level - least + 128) % 256 - 128 for level in LEVELS[self.kind]]
 
     @property
     def zero(self) -> int:
-        """Which of the numbers that the dot product takes stands for zero, without biases."""
+        """Zero point of the dot product's weight bytes, for formats without biases."""
         if self.kind in LEVELS:
             found = 0 if self.signed else -min(LEVELS[self.kind])
         else:
@@ -115,12 +115,12 @@ class Form(NamedTuple):
 
     @property
     def unit(self) -> float:
-        """What the levels of a table are multiples of, but for MXFP4, whose scales have that factor."""
+        """Unit of the levels of a table; MXFP4's scales include it."""
         return 0.5 if self.kind == "nvfp4" else 1.0
 
     @property
     def span(self) -> int:
-        """Inputs that the loops go through at a time: a group, or the groups of a chunk."""
+        """Inputs per loop iteration: a group, or the groups of a chunk."""
         return max(self.group, CHUNK)
 
     @property
@@ -132,19 +132,19 @@ class Form(NamedTuple):
 BLOCK = ISA.lanes
 FLOATS, INTS, BYTES = ISA.floats, ISA.ints, ISA.bytes
 
-# twice the MXFP4 levels: whole numbers
+# twice the MXFP4 levels: integers
 TWICE = tuple(sign * v for sign in (1, -1) for v in (0, 1, 2, 3, 4, 6, 8, 12))
 LEVELS = {"e8m0": TWICE, "nvfp4": TWICE, "iq4": IQ4}
-# exponent of the largest activation of a group where e4m3 is over 2**120: products are far from both ends of float32
+# exponent of a group's largest activation where e4m3 is divided by 2**120: products stay far from float32's limits
 MIDDLE = 60
-# the same where activations are of half precision and e4m3 is over 256: 64 products of a group's 128 stay below 65504, and what
-# is as small as the smallest e4m3 that is no denormal has all its bits
+# the same for half-precision activations and e4m3 / 256: 64 products of a group's 128 stay below 65504, and values as small
+# as the smallest normal e4m3 have all their bits
 HALF_MIDDLE = 8
 HALVES = ISA.halves
 
 
 def activation_order(bits: int) -> list[int]:
-    """Which of 32 inputs the bytes of eight consecutive code vectors belong to: shifts take words apart, nothing sorts them."""
+    """Return the inputs of the bytes of eight consecutive code vectors: words are split by shifts, without a permutation."""
     per_word = 32 // bits if 32 % bits == 0 else 4
     step = per_word // 4
     return [word + part + step * i for word in range(0, CHUNK, per_word) for part in range(step) for i in range(4)]

@@ -1,14 +1,14 @@
-"""The inner loops of every quantized product on CPU: `ISA.lanes` rows of a weight against a few tokens.
+"""Inner loops of all quantized products on CPU: `ISA.lanes` rows of a weight times a few tokens.
 
 A lane is a row (see `QTensor.interleave`), so nothing is summed across lanes and the scales of all rows are one vector. Two
-contracts share the interface: *fast* rounds activations to int8 per group and uses the byte dot product; *exact* multiplies
-float32, or, where the byte dot product is much the quicker (`ISA.digits`), rounds activations to 24 bits per group: three
-digits of a byte each, whose sums are whole numbers and have no error. FP8 codes are no whole numbers: fast products of them are
-in half precision (`ISA.half_products`). All use, per group, s * sum(code * x) + b * sum(x), the
-second sum made once per token; where b is a number times s, that number is a factor of the sum.
+modes share the interface: *fast* quantizes activations to int8 per group and uses the byte dot product; *exact* multiplies
+float32, or, where the byte dot product is much faster (`ISA.digits`), quantizes activations to 24 bits per group: three digits
+of a byte each, whose integer sums are exact. FP8 codes are not integers: fast products of them are in half precision
+(`ISA.half_products`). All compute, per group, s * sum(code * x) + b * sum(x), the second sum once per token; where b is a
+constant times s, that constant is a factor of the sum.
 
-When many tokens come, a block of rows is unpacked once (`unpack_rows`) and the `ready` form runs over all tokens. A result's
-sums are made in the same order however many tokens there are.
+For many tokens, a block of rows is unpacked once (`unpack_rows`) and the `unpacked` variant runs over all tokens. The order of
+summation does not depend on the number of tokens.
 """
 
 from functools import partial, reduce
@@ -23,8 +23,8 @@ from auraflux.ops.linear.cpu.unpack import (
     float_codes,
     half_codes,
     in_place,
-    kept_apart,
     scale_and_bias,
+    shifts_in_place,
     spans,
 )
 from auraflux.ops.simd.isa import ISA
@@ -54,16 +54,16 @@ def _float(b: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value:
     return spread(b, load(b, address, b.mul(index, at(4)), F32), BLOCK)
 
 
-@kernel(constants=3, apart=True)
+@kernel(constants=3, outlined=True)
 def rows_times_tokens(
-    b, form, tokens, ready, codes, scales, biases, acts, stride, act_scales, act_sums, index, groups, out, out_stride
+    b, form, tokens, unpacked, codes, scales, biases, acts, stride, act_scales, act_sums, index, groups, out, out_stride
 ):
     """Multiply one block of rows with `tokens` tokens.
 
-    codes    [K*bits/32, BLOCK] words; ready: [K, BLOCK] bytes (four inputs of a row together) or floats (exact)
+    codes    [K*bits/32, BLOCK] words; unpacked: [K, BLOCK] bytes (four inputs of a row together) or floats (exact)
     scales, biases  [groups, BLOCK]; scales of super-blocks are their words, and there are no biases
     acts     int8 digits or float32, a token every `stride` bytes; act_scales, act_sums float32, a token every `groups`
-    index    int64 [tokens], which tokens of acts
+    index    int64 [tokens], indices of tokens in acts
     out      float32, a token every `out_stride` bytes, BLOCK rows written
     """
     form = Form.parse(form)
@@ -72,30 +72,30 @@ def rows_times_tokens(
     mine = [b.add(acts, b.mul(stride, token)) for token in chosen]
     meta_at = [b.mul(b.mul(groups, at(4)), token) for token in chosen]
     sums = [[b.add(address, offset) for offset in meta_at] for address in (act_scales, act_sums)]
-    code_bits = 8 * form.ready_nbytes if ready else form.bits
+    code_bits = 8 * form.unpacked_nbytes if unpacked else form.bits
     inner = _dots_of_bytes if form.digits else _dots_of_floats
     if form.halves:
         inner = _dots_of_halves
-    elif form.raw and not ready:
+    elif form.raw and not unpacked:
         inner = _dots_of_eighths
     count, at_once = spans(b, form, groups), _spans_at_once(form, tokens)
 
-    # one token has no time for copies of registers where sums begin often
+    # for one token, register copies are too slow where sums restart often
     often = form.fast and form.digits and tokens == 1 and (form.group <= CHUNK or form.bits == 2)
-    starts = ISA.kept(b, _starts(form, tokens) * at_once) if often else None
+    starts = ISA.spill(b, _starts(form, tokens) * at_once) if often else None
 
-    def begins(turn):
-        return [] if starts is None else ISA.copies(b, starts, turn)
+    def begins(step):
+        return [] if starts is None else ISA.reload(b, starts, step)
 
     def multiply_span(number, scales_of=None, begin=None):
         code_at = b.add(codes, b.mul(number, at(form.span * BLOCK * code_bits // 8)))
         acts_at = [b.add(address, b.mul(number, at(form.span * form.act_nbytes))) for address in mine]
-        if form.digits and tokens == 1 and at_once == 1 and ISA.ahead:
-            # one token waits for memory
-            prefetch(b, [b.add(code_at, at(ISA.ahead))], form.span * BLOCK * form.bits // 8)
-        for part, dots in enumerate(inner(b, form, ready, code_at, acts_at, begin)):
+        if form.digits and tokens == 1 and at_once == 1 and ISA.prefetch_nbytes:
+            # one token is memory-bound
+            prefetch(b, [b.add(code_at, at(ISA.prefetch_nbytes))], form.span * BLOCK * form.bits // 8)
+        for part, dots in enumerate(inner(b, form, unpacked, code_at, acts_at, begin)):
             group = b.add(b.mul(number, at(form.parts)), at(part))
-            # after the products, so that it takes no registers from them
+            # after the products, to relieve register pressure
             scale, bias = scale_and_bias(b, form, scales, biases, group) if scales_of is None else scales_of(part)
             for dot, act_scale, act_sum, total in zip(dots, *sums, totals, strict=True):
                 if form.raw:
@@ -107,34 +107,34 @@ def rows_times_tokens(
                 b.store(value if bias is None else fma(b, bias, _float(b, act_sum, group), value), total)
 
     def multiply_super_blocks():
-        """Four groups a turn, whose steps are a word."""
-        size, turns = 4 // form.parts, SIZE // (4 * form.group)
-        held_starts = ISA.kept(b, [splat(INTS, form.magic[0])] * 4)
-        with cgutils.for_range(b, b.sdiv(count, at(size * turns))) as loop:
-            held = SuperBlock(b, form, b.add(scales, b.mul(loop.index, at(4 * BLOCK * form.words))))
-            with cgutils.for_range(b, at(turns)) as turn:
-                scales_of = held.four(turn.index)
-                first = b.mul(b.add(b.mul(loop.index, at(turns)), turn.index), at(size))
-                begin = ISA.copies(b, held_starts, first)
+        """Multiply four groups per iteration, whose scales share a word."""
+        size, rounds = 4 // form.parts, SIZE // (4 * form.group)
+        held_starts = ISA.spill(b, [splat(INTS, form.magic[0])] * 4)
+        with cgutils.for_range(b, b.sdiv(count, at(size * rounds))) as loop:
+            super_block = SuperBlock(b, form, b.add(scales, b.mul(loop.index, at(4 * BLOCK * form.words))))
+            with cgutils.for_range(b, at(rounds)) as step:
+                scales_of = super_block.four(step.index)
+                first = b.mul(b.add(b.mul(loop.index, at(rounds)), step.index), at(size))
+                begin = ISA.reload(b, held_starts, first)
                 for i in range(size):
                     here = i * form.parts
                     multiply_span(b.add(first, at(i)), partial(_later, scales_of, here), begin[here:])
                     if i % 2:
-                        # registers suffice for the codes of two spans at a time
-                        first = ISA.after(b, first, [b.load(total) for total in totals])
+                        # registers hold the codes of two spans at a time
+                        first = ISA.ordered_after(b, first, [b.load(total) for total in totals])
 
     done = at(0)
-    if form.words and not ready:
+    if form.words and not unpacked:
         multiply_super_blocks()
         done = count
     elif at_once > 1:
-        turns = b.sdiv(count, at(at_once))
-        with cgutils.for_range(b, turns) as loop:
+        rounds = b.sdiv(count, at(at_once))
+        with cgutils.for_range(b, rounds) as loop:
             begin = begins(loop.index)
             for i in range(at_once):
                 here = slice(i * len(begin) // at_once, None)
                 multiply_span(b.add(b.mul(loop.index, at(at_once)), at(i)), begin=begin[here])
-        done = b.mul(turns, at(at_once))
+        done = b.mul(rounds, at(at_once))
     with cgutils.for_range(b, b.sub(count, done)) as loop:
         multiply_span(b.add(done, loop.index), begin=begins(loop.index))
     for t, total in enumerate(totals):
@@ -142,35 +142,35 @@ def rows_times_tokens(
 
 
 def _starts(form, tokens):
-    """What the sums of a span begin at, group by group: at `magic`, and those of codes that stay where they are at zero."""
-    return [splat(INTS, 0 if shift else form.magic[0]) for shift in kept_apart(form, tokens)] * form.parts
+    """Return the initial sums of a span, by group: `magic`, and zero for codes that are not shifted."""
+    return [splat(INTS, 0 if shift else form.magic[0]) for shift in shifts_in_place(form, tokens)] * form.parts
 
 
 def _spans_at_once(form, tokens):
-    """Spans that a turn of the loop takes: where a token is alone and spans are short, unpacking starts long before it ends."""
+    """Return the spans per iteration: several for a single token and short spans, so that unpacking overlaps."""
     if not form.fast or tokens > 1:
         return 1
-    return max(1, (ISA.small_codes if form.bits == 2 else ISA.small_spans) // form.span)
+    return max(1, (ISA.inputs_per_step_2bit if form.bits == 2 else ISA.inputs_per_step) // form.span)
 
 
 def _later(scales_of, first, part):
     return scales_of(first + part)
 
 
-def _dots_of_bytes(b, form, ready, codes, acts, begin=None):
-    """Sums of codes times activations, for each group of a span and each token.
+def _dots_of_bytes(b, form, unpacked, codes, acts, begin=None):
+    """Sum codes times activations, for each group of a span and each token.
 
-    begin  what each group's sums begin at, if it was made ready
+    begin  initial sums of each group, if already in registers
     """
-    shifts, begin = kept_apart(form, len(acts)), begin or _starts(form, len(acts))
+    shifts, begin = shifts_in_place(form, len(acts)), begin or _starts(form, len(acts))
     starts = [dict(zip(shifts, begin[part * len(shifts) :], strict=False)) for part in range(form.parts)]
     dots = [
         [[{shift: variable(b, value) for shift, value in start.items()} for _ in range(form.digits)] for _ in acts]
         for start in starts
     ]
-    dot = ISA.dot_unpacked if ready else ISA.dot
+    dot = ISA.dot_unpacked if unpacked else ISA.dot
     with chunks(b, form) as chunk:
-        if ready:
+        if unpacked:
             code_at = b.add(codes, b.mul(chunk, at(CHUNK * BLOCK)))
             found = [(b.bitcast(load(b, code_at, 4 * BLOCK * i, INTS), BYTES), 0) for i in range(8)]
         else:
@@ -196,7 +196,7 @@ def _dots_of_bytes(b, form, ready, codes, acts, begin=None):
 
 
 def _whole(b, slots):
-    """A sum of integers, from sums that are kept apart."""
+    """Combine the sums of differently shifted codes to one integer sum."""
     whole = b.load(slots[0])
     for shift in slots:
         if shift:
@@ -205,16 +205,16 @@ def _whole(b, slots):
 
 
 def add_digit(b: ir.IRBuilder, form: Form, lower: ir.Value | None, total: ir.Value) -> ir.Value:
-    """Sums of products with one digit of the activations, which start at `magic`, as floats; with those of lower digits."""
+    """Convert sums of one activation digit, which start at `magic`, to floats, and add those of lower digits."""
     found = b.fsub(b.bitcast(total, FLOATS), splat(FLOATS, form.magic[1]))
     return found if lower is None else fma(b, lower, splat(FLOATS, 1 / 256), found)
 
 
-def _dots_of_floats(b, form, ready, codes, acts, begin=None):
+def _dots_of_floats(b, form, unpacked, codes, acts, begin=None):
     dots = [[variable(b, splat(FLOATS, 0.0)) for _ in acts] for _ in range(form.parts)]
     size = CHUNK // form.parts
     with chunks(b, form) as chunk:
-        if ready:
+        if unpacked:
             code_at = b.add(codes, b.mul(chunk, at(4 * BLOCK * CHUNK)))
             values = [load(b, code_at, 4 * BLOCK * i, FLOATS) for i in range(CHUNK)]
         else:
@@ -225,10 +225,10 @@ def _dots_of_floats(b, form, ready, codes, acts, begin=None):
     return [[b.load(dot) for dot in totals] for totals in dots]
 
 
-def _dots_of_eighths(b, form, ready, codes, acts, begin=None):
-    """The same straight from e4m3 codes that need no product.
+def _dots_of_eighths(b, form, unpacked, codes, acts, begin=None):
+    """Sum products directly from e4m3 codes, without rescaling them.
 
-    Lanes are four inputs of one row here, as they lie in a word: they are the sums that `_add_products` adds in pairs.
+    Lanes are the four inputs of a row that share a word: the sums that `_add_products` adds in pairs.
     """
     dots = [variable(b, splat(FLOATS, 0.0)) for _ in acts]
     with chunks(b, form) as chunk:
@@ -248,23 +248,23 @@ def _dots_of_eighths(b, form, ready, codes, acts, begin=None):
     return [[b.load(dot) for dot in dots]]
 
 
-def _dots_of_halves(b, form, ready, codes, acts, begin=None):
-    """The same in half precision, over a group.
+def _dots_of_halves(b, form, unpacked, codes, acts, begin=None):
+    """Sum products in half precision, over a group.
 
-    A row has eight sums, each of one input of four in every other word. They are added in pairs, twice before they become
+    A row has eight sums, each of one input of four in every other word. They are added in pairs, twice before the conversion to
     float32.
     """
     found = []
     for first in range(0, len(acts), 4):
-        # registers suffice for the sums of four tokens
-        found += _half_sums(b, form, ready, codes, acts[first : first + 4])
+        # registers hold the sums of four tokens
+        found += _half_sums(b, form, unpacked, codes, acts[first : first + 4])
     return [found]
 
 
-def _half_sums(b, form, ready, codes, acts):
+def _half_sums(b, form, unpacked, codes, acts):
     dots = [[variable(b, splat(HALVES, 0.0)) for _ in range(4)] for _ in acts]
     with chunks(b, form) as chunk:
-        if ready:
+        if unpacked:
             code_at = b.add(codes, b.mul(chunk, at(2 * BLOCK * CHUNK)))
             values = [load(b, code_at, 4 * BLOCK * i, HALVES) for i in range(CHUNK // 2)]
         else:
@@ -289,10 +289,10 @@ def _half_sums(b, form, ready, codes, acts):
 
 
 def _add_products(b, values, inputs, acts, totals, ways):
-    """Add vectors of weights times each token's activations of some inputs, in `ways` sums that are then added in pairs.
+    """Add weights times each token's activations of some inputs, in `ways` partial sums that are then added in pairs.
 
-    The order is the same for any number of tokens. One sum waits for itself at every step, which costs time where codes are
-    unpacked quickly and the token is alone.
+    The order is the same for any number of tokens. A single sum would be latency-bound where codes are unpacked quickly and
+    there is one token.
     """
     parts = []
     for way in range(ways):
@@ -308,7 +308,7 @@ def _add_products(b, values, inputs, acts, totals, ways):
 
 
 def _widened(b, octets):
-    """Eight e4m3 codes as floats over 2**120, four at a time: copies of the sign go, zeros come below."""
+    """Convert eight e4m3 codes to floats over 2**120, four at a time, by shifts alone."""
     wide = vector(I16, 8)
     moved = b.and_(b.shl(b.sext(octets, wide), splat(wide, 4)), splat(wide, 0x87FF - 0x10000))
     places = [[first + n // 2 + (8 if n % 2 else 0) for n in range(8)] for first in (0, 4)]

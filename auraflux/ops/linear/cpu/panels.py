@@ -1,12 +1,12 @@
-"""Several tokens by the byte dot product, where it takes one lane of a register for all rows (`ISA.by_lane`).
+"""Products of several tokens by a byte dot product that broadcasts one lane of a register to all rows (`ISA.by_lane`).
 
-The activations of some tokens are first put side by side, 16 bytes of each in turn: a tile. Its tokens then have one address
-between them, however an expert chose them, and the scales of four lie in one register. Many tokens are several tiles, which
-meet rows that were unpacked before; few are one, which meets the codes and is filled up with its last token.
+The activations of several tokens are first interleaved, 16 bytes of each: a tile. Its tokens then share one address, even if
+an expert's tokens are scattered, and the scales of four share one register. Many tokens make several tiles, multiplied by
+unpacked rows; few make one, multiplied by the codes and padded with its last token.
 
-Where one instruction multiplies two tokens by two rows (`ISA.by_pair`), the widest tiles have 8 bytes of each token in turn, so
+Where one instruction multiplies two tokens by two rows (`ISA.by_pair`), the widest tiles interleave 8 bytes of each token, so
 that 16 are two tokens', and a vector of results is [t, r], [t, r + 1], [t + 1, r], [t + 1, r + 1]. Rows are unpacked in pairs,
-too. Sums are of whole numbers, and what follows is done to each number in the same order, so results are the same to the bit.
+too. Sums are integers, and later steps have the same order, so results are bit-identical.
 """
 
 from numba.core import cgutils
@@ -20,14 +20,14 @@ from auraflux.ops.simd.vectors import F32, I64, at, fma, kernel, load, pick, spl
 from auraflux.quant.packing import CHUNK
 
 TILE = ISA.tokens
-SMALL = (2, 4)  # tokens of tiles for fewer
-WHOLE = 16  # bytes of a token's activations that lie together; of tokens in pairs half as many
-START = BLOCK * 4  # bytes of what a token's sums start from
-PANEL_NBYTES = 1 << 19  # of the tiles that rows go over in turn: they stay in the second cache, beside some unpacked rows
+SMALL = (2, 4)  # tokens of the smaller tiles
+WHOLE = 16  # contiguous bytes of a token's activations; half as many for tokens in pairs
+START = BLOCK * 4  # bytes of a token's initial sums
+PANEL_NBYTES = 1 << 19  # of the tiles that a block of rows passes over: they stay in L2, together with some unpacked rows
 
 
 def tile_nbytes(form: Form, width: int) -> int:
-    """Of a tile's activations, of their scales and sums, and of where sums start; a multiple of cache lines."""
+    """Return the bytes of a tile's activations, scales, sums and initial sums; a multiple of cache lines."""
     return -(-TILE * (width * form.digits + 8 * _copies(TILE) * (width // form.group) + START) // LINE) * LINE
 
 
@@ -36,27 +36,27 @@ def _in_pairs(size: int) -> bool:
 
 
 def _copies(size: int) -> int:
-    """Of a token's scales and sums: one for each of a pair of rows."""
+    """Return the copies of a token's scales and sums: one for each of a pair of rows."""
     return 2 if _in_pairs(size) else 1
 
 
 def has_panels(form: Form) -> bool:
-    """Whether many tokens are put side by side."""
+    """Return whether many tokens are interleaved."""
     return ISA.by_lane and form.digits > 0
 
 
 def panel_tiles(form: Form, width: int) -> int:
-    """How many tiles rows go over in turn."""
+    """Return the number of tiles that a block of rows passes over."""
     return max(1, PANEL_NBYTES // tile_nbytes(form, width)) if has_panels(form) else 0
 
 
-@kernel(constants=2, apart=True)
+@kernel(constants=2, outlined=True)
 def gather_tile(b, form, size, acts, stride, act_scales, act_sums, index, groups, tile, last):
-    """Put `size` tokens' activations, scales and sums side by side; those after the one at `last` are that one again.
+    """Interleave the activations, scales and sums of `size` tokens; those past `last` repeat it.
 
-    acts, stride, act_scales, act_sums, index  as `rows_times_tokens` takes them
-    tile  [bytes / n, size, n] with n neighbours of a token; then scales, and then sums, [groups, size, copies]; then what sums
-          start from, [size, BLOCK]
+    acts, stride, act_scales, act_sums, index  see `rows_times_tokens`
+    tile  [bytes / n, size, n] with n neighbours of a token; then scales, and then sums, [groups, size, copies]; then initial
+          sums, [size, BLOCK]
     """
     form, copies = Form.parse(form), _copies(size)
     together = WHOLE // copies
@@ -78,20 +78,20 @@ def gather_tile(b, form, size, acts, stride, act_scales, act_sums, index, groups
                     store(b, value, target, b.add(to, at(4 * copy)))
 
 
-@kernel(constants=3, apart=True)
-def rows_times_tile(b, form, size, ready, codes, scales, biases, tile, groups, out, out_stride, last):
-    """Multiply one block of rows, unpacked or not (see `rows_times_tokens`), with a tile of `size` tokens; the one at `last` is
-    the last that has results."""
+@kernel(constants=3, outlined=True)
+def rows_times_tile(b, form, size, unpacked, codes, scales, biases, tile, groups, out, out_stride, last):
+    """Multiply one block of rows, unpacked or not (see `rows_times_tokens`), with a tile of `size` tokens; those past `last`
+    are padding."""
     form = Form.parse(form)
     totals = [variable(b, splat(FLOATS, 0.0)) for _ in range(size)]
     scales_at, sums_at, starts_at = _parts(b, form, size, groups, tile)
-    code_bits = 8 if ready else form.bits
+    code_bits = 8 if unpacked else form.bits
     with cgutils.for_range(b, spans(b, form, groups)) as loop:
         code_at = b.add(codes, b.mul(loop.index, at(form.span * BLOCK * code_bits // 8)))
         acts_at = b.add(tile, b.mul(loop.index, at(form.span * form.digits * size)))
         for part in range(form.parts):
             group = b.add(b.mul(loop.index, at(form.parts)), at(part))
-            dots = _dots(b, form, size, ready, part, code_at, acts_at, starts_at)
+            dots = _dots(b, form, size, unpacked, part, code_at, acts_at, starts_at)
             scale, bias = scale_and_bias(b, form, scales, biases, group)
             for i, (dot, total) in enumerate(zip(dots, totals, strict=True)):
                 act_scale, act_sum = (_of_tokens(b, address, group, i, size) for address in (scales_at, sums_at))
@@ -103,7 +103,7 @@ def rows_times_tile(b, form, size, ready, codes, scales, biases, tile, groups, o
 
 
 def _parts(b, form, size, groups, tile):
-    """Where a tile's scales, sums and starts are."""
+    """Return the addresses of a tile's scales, sums and initial sums."""
     scales = b.add(tile, b.mul(groups, at(form.group * form.digits * size)))
     sums = b.add(scales, b.mul(groups, at(4 * _copies(size) * size)))
     return scales, sums, b.add(sums, b.mul(groups, at(4 * _copies(size) * size)))
@@ -114,7 +114,7 @@ def _at_most(b, number, last):
 
 
 def _of_rows(b, values, i, size):
-    """A number of each row of the block, for the i-th vector of results."""
+    """Return the per-row values for the i-th vector of results."""
     if not _in_pairs(size):
         return values
     first = i % 2 * 2
@@ -122,7 +122,7 @@ def _of_rows(b, values, i, size):
 
 
 def _of_tokens(b, address, group, i, size):
-    """A number of each token of the tile, for the i-th vector of results."""
+    """Return the per-token values for the i-th vector of results."""
     here, together = b.mul(group, at(4 * _copies(size) * size)), min(size, 4)
     if _in_pairs(size):
         return load(b, address, b.add(here, at(i // 2 * 16)), vector(F32, 4))
@@ -131,38 +131,38 @@ def _of_tokens(b, address, group, i, size):
 
 
 def _by_token(b, pairs):
-    """Results of four rows for each token, from those of two tokens and two rows."""
+    """Rearrange results of two tokens and two rows to four rows of each token."""
     return [pick(b, *pairs[i : i + 2], lanes) for i in range(0, len(pairs), 2) for lanes in ([0, 1, 4, 5], [2, 3, 6, 7])]
 
 
-def _dots(b, form, size, ready, part, codes, acts, starts):
-    """Sums of codes times activations of one group of a span, for each vector of results."""
+def _dots(b, form, size, unpacked, part, codes, acts, starts):
+    """Sum codes times activations of one group of a span, for each vector of results."""
     found = [None] * size
     for digit in reversed(range(form.digits)):
         here = b.add(acts, at(form.span * size * digit))
         if _in_pairs(size):
             sums = _pairs_of_digit(b, form, part, codes, here)
-        elif ready and form.digits > 1:
+        elif unpacked and form.digits > 1:
             sums = _dots_in_any_order(b, form, part, codes, here)
         else:
-            sums = _dots_of_digit(b, form, size, ready, part, codes, here, starts)
+            sums = _dots_of_digit(b, form, size, unpacked, part, codes, here, starts)
         found = [add_digit(b, form, lower, total) for lower, total in zip(found, sums, strict=True)]
         if digit:
-            # registers suffice for the sums of one digit at a time, not for codes that wait for the next
-            codes, acts = ISA.after(b, codes, found), ISA.after(b, acts, found)
+            # registers hold the sums of one digit at a time, but not codes for the next
+            codes, acts = ISA.ordered_after(b, codes, found), ISA.ordered_after(b, acts, found)
     return found
 
 
-def _dots_of_digit(b, form, size, ready, part, codes, acts, starts):
-    # loaded anew each time: copies of a register take an instruction that dot products wait for
-    here = ISA.after(b, starts, [])
+def _dots_of_digit(b, form, size, unpacked, part, codes, acts, starts):
+    # reloaded each time: register copies would compete with dot products
+    here = ISA.ordered_after(b, starts, [])
     sums = [load(b, here, START * t, INTS) for t in range(size)]
     pieces = range(part * form.group // WHOLE, (part + 1) * form.group // WHOLE)
     for piece in pieces:
         if piece > pieces[0] and size > 4:
-            # one piece at a time, else registers do not suffice
-            codes, acts = ISA.after(b, codes, sums), ISA.after(b, acts, sums)
-        values = _piece_ready(b, codes, piece) if ready else _piece_of_codes(b, form, codes, piece)
+            # one piece at a time, or registers spill
+            codes, acts = ISA.ordered_after(b, codes, sums), ISA.ordered_after(b, acts, sums)
+        values = _piece_ready(b, codes, piece) if unpacked else _piece_of_codes(b, form, codes, piece)
         for first in range(0, size, 4):
             some = range(first, min(first + 4, size))
             x = [load(b, acts, (piece * size + t) * WHOLE, INTS) for t in some]
@@ -171,7 +171,7 @@ def _dots_of_digit(b, form, size, ready, part, codes, acts, starts):
 
 
 def _dots_in_any_order(b, form, part, codes, acts):
-    """The same over unpacked rows, in LLVM's order: with several digits a tenth faster."""
+    """Sum over unpacked rows in LLVM's order, which is a tenth faster with several digits."""
     sums = [splat(INTS, form.magic[0])] * TILE
     for piece in range(part * form.group // WHOLE, (part + 1) * form.group // WHOLE):
         quads = [ISA.quads(b, b.add(acts, at((piece * TILE + t) * WHOLE)), 4) for t in range(TILE)]

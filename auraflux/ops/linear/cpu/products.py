@@ -1,7 +1,7 @@
-"""Compiled drivers around the inner loops: a list of products, shared out over the threads.
+"""Compiled drivers around the inner loops: a list of products, distributed over the threads.
 
-A product is one weight against some tokens. All products of a list have weights of one width and format and take their tokens
-from one stack, whose activations are made ready first. `linear` is a list of one, gate and up are a list of two, the experts
+A product is one weight times some tokens. All products of a list have weights of one width and format and take their tokens
+from one stack, whose activations are converted first. `linear` is a list of one, gate and up are a list of two, the experts
 of a mixture a longer one. Each thread takes the same share of every product's rows, so uneven lists stay balanced.
 """
 
@@ -20,19 +20,32 @@ from auraflux.ops.linear.cpu.microkernels import rows_times_tokens
 from auraflux.ops.linear.cpu.panels import SMALL, gather_tile, has_panels, panel_tiles, rows_times_tile, tile_nbytes
 from auraflux.ops.linear.cpu.unpack import place_codes, unpack_rows, widen_scales
 from auraflux.ops.simd.isa import ISA
-from auraflux.ops.simd.jit import LINE, Kernel, arguments, halves, held, int32s, int64s, jit, octets, share, threads, workspace
+from auraflux.ops.simd.jit import (
+    LINE,
+    Kernel,
+    address_of,
+    arguments,
+    halves,
+    int32s,
+    int64s,
+    jit,
+    octets,
+    share,
+    threads,
+    workspace,
+)
 from auraflux.quant import QTensor, levels, super_blocks
-from auraflux.quant.packing import PLACES
+from auraflux.quant.packing import LANE_FIELDS
 
 WIDEST = ISA.tokens  # tokens in one pass over a block of rows, unpacked first
 FEW = 4  # tokens in one pass straight from the codes
 TWO, FOUR = SMALL
-IN_PAIRS = ISA.by_pair  # the widest tiles meet unpacked rows only
-UNPACK_FROM = 16  # tokens that repay unpacking a block first
-TOGETHER = max(1, 16 // BLOCK)  # blocks that are unpacked before tokens come: what is read again is then the smaller part
+IN_PAIRS = ISA.by_pair  # the widest tiles are multiplied by unpacked rows only
+UNPACK_FROM = 16  # tokens from which unpacking a block first pays off
+TOGETHER = max(1, 16 // BLOCK)  # blocks unpacked before the tokens pass: amortizes reading the activations
 # below these, waking the threads costs more than the work
 PARALLEL_FROM = 1 << 16  # weights times tokens
-PREPARE_PARALLEL_FROM = 1 << 12 if ISA.lanes == 4 else 1 << 13  # activations; fewer are made ready by every thread for itself
+PREPARE_PARALLEL_FROM = 1 << 12 if ISA.lanes == 4 else 1 << 13  # activations; fewer are converted by every thread redundantly
 
 KINDS: dict[torch.dtype | str, str] = {
     torch.bfloat16: "bf16",
@@ -42,11 +55,11 @@ KINDS: dict[torch.dtype | str, str] = {
     "fp8": "e4m3",
     **{kind: kind for kind in levels.KINDS},
 }
-# of formats in super-blocks, once they are widened
+# of super-block formats after widening
 PLAIN = {"affine": "f32", **{kind: kind for kind in levels.KINDS}}
 
-# a product is eight numbers: addresses of codes, scales and biases, address of its token indices, how many; where results go,
-# the weight's rows, bytes from one token's results to the next
+# a product is eight integers: addresses of codes, scales, biases and token indices, number of tokens, address of results, rows
+# of the weight, stride of a token's results in bytes
 FIELDS = 8
 CODES, SCALES, BIASES, INDEX, COUNT, OUT, ROWS, STRIDE = range(FIELDS)
 
@@ -79,7 +92,7 @@ class Driver:
         self.multiply(jobs, x if few else 0, *sizes)
 
     def sizes(self, width: int) -> tuple[int, int, int, int]:
-        """Bytes for a token, for a thread, and for a tile of tokens side by side; how many tiles there are at most."""
+        """Return the bytes per token, per thread and per tile of tokens, and the maximum number of tiles."""
         found = self._sizes.get(width)
         if found is None:
             sizes = self.token_nbytes(width), self.scratch_nbytes(width)
@@ -87,34 +100,34 @@ class Driver:
         return found
 
     def token_nbytes(self, width: int) -> int:
-        """A token's prepared activations, their scales and sums, and a line: rows a power of two long share cache sets."""
+        """Return the bytes of a token's activations, scales and sums, plus padding: power-of-two strides share cache sets."""
         return width * self.act_nbytes + 8 * (width // self.form.group) + 2 * LINE
 
     def scratch_nbytes(self, width: int) -> int:
-        """A thread's blocks of rows: unpacked, and turned side by side."""
+        """Return the bytes of a thread's blocks of rows: unpacked and interleaved."""
         form, (count, inputs) = self.form, self.form.scales_of
         scales = 2 * (width // inputs) * count * form.scale_nbytes
         if form.words:
             scales += 8 * (width // form.group)
-        return TOGETHER * (BLOCK * (width * form.ready_nbytes + width * form.bits // 8 + scales) + LINE)
+        return TOGETHER * (BLOCK * (width * form.unpacked_nbytes + width * form.bits // 8 + scales) + LINE)
 
 
 @cache
-def driver(fast: bool, bits: int, group: int, held: torch.dtype | str) -> Driver:
-    """The steps for a weight format, see `QTensor.format`; `fast`: with activations rounded to int8."""
-    if isinstance(held, str) and (found := super_blocks.FORMATS.get(held)) is not None:
-        return Driver(Form(fast, bits, group, PLAIN[found.plain], found.words))
-    return Driver(Form(fast, bits, group, KINDS[held]))
+def driver(fast: bool, bits: int, group: int, storage: torch.dtype | str) -> Driver:
+    """Return the driver for a weight format, see `QTensor.format`; `fast` quantizes activations to int8."""
+    if isinstance(storage, str) and (found := super_blocks.FORMATS.get(storage)) is not None:
+        return Driver(Form(fast, bits, group, PLAIN[found.expanded], found.words))
+    return Driver(Form(fast, bits, group, KINDS[storage]))
 
 
 def padded(rows: int) -> int:
-    """Rows of a result, rounded up to whole blocks."""
+    """Round rows of a result up to a multiple of the block."""
     return -(-rows // BLOCK) * BLOCK
 
 
 @jit
 def _transpose(source, target, first, rows, count):
-    """Put BLOCK rows of `count` elements side by side; rows past the end repeat the last one."""
+    """Interleave BLOCK rows of `count` elements; rows past the end repeat the last one."""
     for lane in range(BLOCK):
         start = count * min(first + lane, rows - 1)
         for i in range(count):
@@ -135,14 +148,14 @@ class Span(NamedTuple):
     """Neighbouring blocks of rows: addresses of the first one's codes, scales, biases, unpacked rows and results.
 
     steps  bytes to the next block's codes, to its scales or biases, to its unpacked rows
-    wide   addresses of scales and biases beside unpacked rows, and bytes to the next block's: the same, or widened
+    wide   addresses of the scales and biases of unpacked rows, original or widened, and bytes to the next block's
     size   how many blocks
     """
 
     codes: int
     scales: int
     biases: int
-    ready: int
+    unpacked: int
     out: int
     steps: tuple[int, int, int]
     wide: tuple[int, int, int]
@@ -151,17 +164,17 @@ class Span(NamedTuple):
 
 @numba.njit(inline="always")
 def _unpack(form, words, span, groups):
-    code_step, scale_step, ready_step = span.steps
+    code_step, scale_step, unpacked_step = span.steps
     scales, biases, wide_step = span.wide
     for i in range(span.size):
-        unpack_rows((form, span.codes + i * code_step, groups, span.ready + i * ready_step))
+        unpack_rows((form, span.codes + i * code_step, groups, span.unpacked + i * unpacked_step))
         if words:
             widen_scales((form, span.scales + i * scale_step, groups, scales + i * wide_step, biases + i * wide_step))
 
 
 @numba.njit(inline="always")
 def _few(form, span, acts, index, left, groups, out, out_stride):
-    """Some blocks of rows against tokens, straight from the codes."""
+    """Multiply blocks of rows with tokens, directly from the codes."""
     code_step, scale_step, _ = span.steps
     for i in range(span.size):
         packed = (span.codes + i * code_step, span.scales + i * scale_step, span.biases + i * scale_step)
@@ -176,17 +189,17 @@ def _few(form, span, acts, index, left, groups, out, out_stride):
 
 @numba.njit(inline="always")
 def _blocks(form, words, span, acts, panel, index, left, groups, out_stride):
-    """Some blocks of rows against all their tokens: many in the widest tiles, over unpacked rows.
+    """Multiply blocks of rows with all their tokens: many tokens in the widest tiles, over unpacked rows.
 
     acts  addresses and stride of the prepared activations
     """
     scales, biases, wide_step = span.wide
-    out, ready_step = span.out, span.steps[2]
+    out, unpacked_step = span.out, span.steps[2]
     if left >= UNPACK_FROM:
         _unpack(form, words, span, groups)
         while left >= WIDEST:
             for i in range(span.size):
-                unpacked = (span.ready + i * ready_step, scales + i * wide_step, biases + i * wide_step)
+                unpacked = (span.unpacked + i * unpacked_step, scales + i * wide_step, biases + i * wide_step)
                 rows_times_tokens((form, WIDEST, 1, unpacked, acts, index, groups, out + 4 * BLOCK * i, out_stride))
             index, out, left = index + 8 * WIDEST, out + WIDEST * out_stride, left - WIDEST
     _few(form, span, acts, index, left, groups, out, out_stride)
@@ -194,7 +207,7 @@ def _blocks(form, words, span, acts, panel, index, left, groups, out_stride):
 
 @numba.njit(inline="always")
 def _blocks_by_panel(form, words, span, acts, panel, index, left, groups, out_stride):
-    """The same where tokens are put side by side, unless there is one.
+    """Multiply blocks of rows with interleaved tokens, unless there is one.
 
     panel  address of the first tile, bytes from one to the next, and how many there are
     """
@@ -206,7 +219,7 @@ def _blocks_by_panel(form, words, span, acts, panel, index, left, groups, out_st
     _unpack(form, words, span, groups)
     for t in range(tiles):
         for i in range(span.size):
-            unpacked = (span.ready + i * span.steps[2], scales + i * wide_step, biases + i * wide_step)
+            unpacked = (span.unpacked + i * span.steps[2], scales + i * wide_step, biases + i * wide_step)
             to = span.out + 4 * BLOCK * i + t * WIDEST * out_stride
             last = min(left - t * WIDEST, WIDEST) - 1
             rows_times_tile((form, WIDEST, 1, unpacked, tile + t * tile_step, groups, to, out_stride, last))
@@ -214,7 +227,7 @@ def _blocks_by_panel(form, words, span, acts, panel, index, left, groups, out_st
 
 @numba.njit(inline="always")
 def _blocks_by_tile(form, words, span, acts, tile, index, tokens, groups, out_stride):
-    """Some blocks of rows against one token, or the tokens of one tile, straight from the codes."""
+    """Multiply blocks of rows with one token, or the tokens of one tile, directly from the codes."""
     code_step, scale_step, _ = span.steps
     for i in range(span.size):
         codes, scales, biases = span.codes + i * code_step, span.scales + i * scale_step, span.biases + i * scale_step
@@ -237,7 +250,7 @@ def _blocks_by_tile(form, words, span, acts, tile, index, tokens, groups, out_st
 
 @numba.njit(inline="always")
 def _gather(form, panel, acts, index, left, groups):
-    """Fill the tiles; one alone may be smaller, and one token needs none."""
+    """Fill the tiles; a single tile may be smaller, and one token needs none."""
     tile, tile_step, tiles = panel
     if 1 < left <= TWO:
         gather_tile((form, TWO, acts, index, groups, tile, left - 1))
@@ -251,7 +264,7 @@ def _gather(form, panel, acts, index, left, groups):
 
 @numba.njit(inline="always")
 def _acts(space, tokens, width, groups, act_nbytes):
-    """Where prepared activations lie, bytes from one token's to the next's, where their scales and their sums lie."""
+    """Return the address of converted activations, their stride, and the addresses of their scales and sums."""
     stride = width * act_nbytes + LINE
     scales = space + tokens * stride
     return space, stride, scales, scales + 4 * tokens * groups
@@ -265,7 +278,7 @@ def _prepare(form, x, some, width, groups, acts):
 
 
 def build_prepare(spec: Form) -> Kernel:
-    """Compile the step that readies tokens' activations."""
+    """Compile the conversion of activations."""
     form, group, act_nbytes = spec.text, spec.group, spec.act_nbytes
 
     @Kernel
@@ -280,9 +293,9 @@ def build_prepare(spec: Form) -> Kernel:
 def build_multiply(spec: Form) -> Kernel:
     """Compile the driver for one weight format."""
     form, group, has_biases = spec.text, spec.group, int(spec.has_biases and not spec.words)
-    act_nbytes, code_nbytes, scale_nbytes, bits = spec.act_nbytes, spec.ready_nbytes, spec.scale_nbytes, spec.bits
-    # a constant, so that one branch is compiled; inlined functions held here would name the kernel anew in every process
-    by_panel, in_places = has_panels(spec), spec.bits in PLACES
+    act_nbytes, code_nbytes, scale_nbytes, bits = spec.act_nbytes, spec.unpacked_nbytes, spec.scale_nbytes, spec.bits
+    # a constant, so that one branch is compiled; closures over functions would change the kernel's cache key per process
+    by_panel, in_places = has_panels(spec), spec.bits in LANE_FIELDS
     words, (scale_count, scale_inputs) = spec.words, spec.scales_of
 
     @Kernel
@@ -294,29 +307,29 @@ def build_multiply(spec: Form) -> Kernel:
         if x:
             _prepare(form, x, range(tokens), width, groups, acts)
         table = int64s(products, count * FIELDS)
-        codes_nbytes, scales_nbytes, ready_nbytes = (
+        codes_nbytes, scales_nbytes, unpacked_nbytes = (
             4 * BLOCK * code_words,
             BLOCK * scales_each * scale_nbytes,
             BLOCK * width * code_nbytes,
         )
         wide_nbytes = 4 * BLOCK * groups if words else 0
-        scratch_size = (ready_nbytes + codes_nbytes + 2 * (scales_nbytes + wide_nbytes) + LINE) // LINE * LINE
-        ready = space + (jobs if x else 1) * acts_nbytes + job * TOGETHER * scratch_size
+        scratch_size = (unpacked_nbytes + codes_nbytes + 2 * (scales_nbytes + wide_nbytes) + LINE) // LINE * LINE
+        unpacked = space + (jobs if x else 1) * acts_nbytes + job * TOGETHER * scratch_size
         gathered = (0, 0)
         for p in range(0, count * FIELDS, FIELDS):
             rows = table[p + ROWS]
             mine = share((rows + BLOCK - 1) // BLOCK, job, jobs)
             index, left, out = table[p + INDEX], table[p + COUNT], table[p + OUT]
             while left > 0:
-                # what is over is a tile of its own
+                # the remainder is a separate tile
                 tiles = max(1, min(left // WIDEST, most))
                 some_tokens = left
                 if by_panel:
-                    # a token alone has no tile, though an expert may be given it twice
+                    # a single token has no tile, even if an expert gets it twice
                     some_tokens = min(tiles * WIDEST, left) if most else 1
                 panel = (panels, tile_step, tiles)
                 if by_panel and gathered != (index, some_tokens):
-                    # weights often meet the same tokens one after the other
+                    # consecutive weights often have the same tokens
                     _gather(form, panel, acts, index, some_tokens, groups)
                     gathered = (index, some_tokens)
                 for block in range(mine.start, mine.stop, TOGETHER):
@@ -326,7 +339,7 @@ def build_multiply(spec: Form) -> Kernel:
                     biases = table[p + BIASES] + block * scales_nbytes
                     steps = (codes_nbytes, scales_nbytes, scratch_size)
                     if by_rows:
-                        codes = ready + ready_nbytes
+                        codes = unpacked + unpacked_nbytes
                         scales = codes + codes_nbytes
                         biases = scales + scales_nbytes
                         steps = (scratch_size, scratch_size, scratch_size)
@@ -346,9 +359,9 @@ def build_multiply(spec: Form) -> Kernel:
                                 _transpose_scales(table[p + BIASES], biases + here, first, rows, groups, scale_nbytes)
                     wide = (scales, biases, steps[1])
                     if words:
-                        first_wide = ready + ready_nbytes + codes_nbytes + 2 * scales_nbytes
+                        first_wide = unpacked + unpacked_nbytes + codes_nbytes + 2 * scales_nbytes
                         wide = (first_wide, first_wide + wide_nbytes, scratch_size)
-                    span = Span(codes, scales, biases, ready, out + 4 * block * BLOCK, steps, wide, some)
+                    span = Span(codes, scales, biases, unpacked, out + 4 * block * BLOCK, steps, wide, some)
                     if by_panel:
                         _blocks_by_panel(form, words, span, acts, panel, index, some_tokens, groups, table[p + STRIDE])
                     else:
@@ -358,19 +371,19 @@ def build_multiply(spec: Form) -> Kernel:
     return multiply
 
 
-# the longest last; recordings point to the others
+# the longest last; recordings hold addresses of the others
 _counting = [array("q", range(64))]
 
 
 def token_indices(tokens: int) -> int:
-    """Address of the numbers 0, 1, 2 … up to at least `tokens`; they stay there."""
+    """Return a permanent address of the indices 0, 1, 2 … up to at least `tokens`."""
     if len(_counting[-1]) < tokens:
         _counting.append(array("q", range(2 * tokens)))
     return _counting[-1].buffer_info()[0]
 
 
 def multiply(steps: Driver, x: Tensor, weights: Sequence[QTensor]) -> list[Tensor]:
-    """Multiply one stack of tokens by weights of one width and format, whose steps these are.
+    """Multiply one stack of tokens by weights of the driver's format and of one width.
 
     x       [T, K]  float32
     returns [T, N] for each weight
@@ -385,5 +398,5 @@ def multiply(steps: Driver, x: Tensor, weights: Sequence[QTensor]) -> list[Tenso
         if wide != rows:
             out, is_padded = out[:, :rows], True
         results.append(out)
-    steps(x.data_ptr(), tokens, weights[0], held(products), len(weights))
+    steps(x.data_ptr(), tokens, weights[0], address_of(products), len(weights))
     return [out.contiguous() for out in results] if is_padded else results

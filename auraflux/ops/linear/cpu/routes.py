@@ -1,8 +1,8 @@
-"""Which kernel multiplies tokens by weights on a CPU: the first below that does not refuse.
+"""Routes of products on CPU, tried in order: the first that does not refuse multiplies.
 
-Codes run compiled drivers (`products.py`), weights of one format in one list. A driver rounds activations to int8, with FP8 to
-half precision, unless exact products are wanted; how many tokens it takes at a time, and whether it unpacks rows first, it
-decides for itself. Dense weights are read row by row (`dense.py`).
+Quantized weights run compiled drivers (`products.py`), weights of one format in one list. A driver quantizes activations to
+int8, or with FP8 to half precision, unless exact products are requested; it decides how many tokens to take at a time and
+whether to unpack rows first. Dense weights are read row by row (`dense.py`).
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from auraflux.ops import route_speed as speed
 from auraflux.ops._dispatch import is_exact
 from auraflux.ops.linear.cpu.dense import multiply_rows
 from auraflux.ops.linear.cpu.products import BLOCK, Driver, driver, multiply
@@ -22,9 +23,9 @@ from auraflux.quant import QTensor
 
 
 class Norm(NamedTuple):
-    """x is first added to and normalised.
+    """Residual update and norm before the products.
 
-    delta   [T, K]  what is added, or None
+    delta   [T, K]  added to x, or None
     weight  [K]
     """
 
@@ -38,7 +39,7 @@ class Call(NamedTuple):
 
     x        [T, K]  float32; where there is a norm, of any dtype
     weights  [N, K] each
-    norm     what x goes through first
+    norm     applied to x first, or None
     """
 
     x: Tensor
@@ -46,12 +47,12 @@ class Call(NamedTuple):
     norm: Norm | None = None
 
 
-class Made(NamedTuple):
+class Products(NamedTuple):
     """Results of a call.
 
     outs    [T, N] of each weight, float32
-    total   [T, K]  x with what was added to it, where there is a norm
-    normed  [T, K]  what was multiplied, where there is a norm
+    total   [T, K]  x + delta, where there is a norm
+    normed  [T, K]  the normalised sum, where there is a norm
     """
 
     outs: list[Tensor]
@@ -59,25 +60,25 @@ class Made(NamedTuple):
     normed: Tensor | None = None
 
 
-def misplaced(weight: QTensor) -> str | None:
-    """Why no kernel reads a weight's rows."""
+def unsupported_layout(weight: QTensor) -> str | None:
+    """Return why no kernel supports a weight's row layout; None if one does."""
     if weight.lanes in (1, BLOCK):
         return None
-    return f"rows lie {weight.lanes} side by side; these kernels take 1 or {BLOCK}"
+    return f"rows are interleaved by {weight.lanes}; the kernels support 1 or {BLOCK}"
 
 
 def _refuses_int8(weight: QTensor) -> str | None:
     if weight.kind == "fp8":
-        return "FP8 codes are no whole numbers"
-    return "exact products of float32 are wanted" if is_exact() else None
+        return "FP8 codes are not integers"
+    return "exact float32 products are requested" if is_exact() else None
 
 
 def _refuses_halves(weight: QTensor) -> str | None:
     if weight.kind != "fp8":
-        return "codes are whole numbers"
+        return "codes are integers"
     if not ISA.half_products:
-        return "this processor's products of half precision are not used"
-    return "exact products of float32 are wanted" if is_exact() else None
+        return "half-precision products are not used on this processor"
+    return "exact float32 products are requested" if is_exact() else None
 
 
 def _never(call: Any) -> None:
@@ -85,19 +86,19 @@ def _never(call: Any) -> None:
 
 
 def _driver(weight: QTensor, fast: bool) -> Driver:
-    bits, group, _, held = weight.format
-    return driver(fast, bits, group, held)
+    bits, group, _, storage = weight.format
+    return driver(fast, bits, group, storage)
 
 
 def _refuses_norm_first(call: Call) -> str | None:
     return "there is no norm" if call.norm is None else None
 
 
-def _norm_first(call: Call) -> Made:
+def _norm_first(call: Call) -> Products:
     assert call.norm is not None
     delta, weight, eps = call.norm
     h, total = (rms_norm(call.x, weight, eps), call.x) if delta is None else add_rms_norm(delta, call.x, weight, eps)
-    return Made(PRODUCTS(Call(as_float(h), call.weights)).outs, total, h)
+    return Products(PRODUCTS(Call(as_float(h), call.weights)).outs, total, h)
 
 
 def _refuses_codes(call: Call) -> str | None:
@@ -106,47 +107,52 @@ def _refuses_codes(call: Call) -> str | None:
         return "a weight is dense"
     for weight in call.weights[1:]:
         if not isinstance(weight, QTensor) or weight.format != first.format:
-            return "the weights are not all quantized, and alike"
-    return misplaced(first)
+            return "the weights are not all quantized in one format"
+    return unsupported_layout(first)
 
 
-def _codes(call: Call) -> Made:
+def _codes(call: Call) -> Products:
     weights: Any = call.weights
-    return Made(multiply(DRIVERS(weights[0]), call.x, weights))
+    return Products(multiply(DRIVERS(weights[0]), call.x, weights))
 
 
 def _refuses_one_by_one(call: Call) -> str | None:
     return "there is one weight" if len(call.weights) == 1 else None
 
 
-def _alone(call: Call) -> list[Call]:
+def _separately(call: Call) -> list[Call]:
     return [Call(call.x, (weight,)) for weight in call.weights]
 
 
-def _one_by_one(call: Call) -> Made:
-    return Made([PRODUCTS(each).outs[0] for each in _alone(call)])
+def _one_by_one(call: Call) -> Products:
+    return Products([PRODUCTS(each).outs[0] for each in _separately(call)])
 
 
 def _refuses_rows(call: Call) -> str | None:
     weight = call.weights[0]
-    return misplaced(weight) if isinstance(weight, QTensor) else None
+    return unsupported_layout(weight) if isinstance(weight, QTensor) else None
 
 
-def _rows(call: Call) -> Made:
+def _rows(call: Call) -> Products:
     weight: Any = call.weights[0]
-    return Made([multiply_rows(call.x, weight)])
+    return Products([multiply_rows(call.x, weight)])
 
 
 DRIVERS: Routes[QTensor, Driver] = Routes(
-    Route("activations in int8", _refuses_int8, lambda weight: _driver(weight, fast=True)),
-    Route("activations in half precision", _refuses_halves, lambda weight: _driver(weight, fast=True)),
-    Route("activations in float32", _never, lambda weight: _driver(weight, fast=False)),
+    Route("activations in int8", _refuses_int8, lambda weight: _driver(weight, fast=True), speed=speed.INT8_ACTIVATIONS),
+    Route(
+        "activations in half precision",
+        _refuses_halves,
+        lambda weight: _driver(weight, fast=True),
+        speed=speed.HALF_ACTIVATIONS,
+    ),
+    Route("activations in float32", _never, lambda weight: _driver(weight, fast=False), speed=speed.FLOAT32_ACTIVATIONS),
 )
-PRODUCTS: Routes[Call, Made] = Routes(
+PRODUCTS: Routes[Call, Products] = Routes(
     Route("norm first", _refuses_norm_first, _norm_first, lambda call: [(PRODUCTS, Call(call.x, call.weights))]),
     Route("codes", _refuses_codes, _codes, lambda call: [(DRIVERS, call.weights[0])]),
-    Route("one by one", _refuses_one_by_one, _one_by_one, lambda call: [(PRODUCTS, each) for each in _alone(call)]),
-    Route("dense rows", _refuses_rows, _rows),
+    Route("one by one", _refuses_one_by_one, _one_by_one, lambda call: [(PRODUCTS, each) for each in _separately(call)]),
+    Route("dense rows", _refuses_rows, _rows, speed=speed.DENSE_MATVEC),
 )
 ROUTES = dict.fromkeys(
     ("linear", "linears", "add_norm_linears", "add_norm_scores", "add_norm_gate_up", "gate_up_swiglu"), PRODUCTS

@@ -1,4 +1,4 @@
-"""Codes of `ISA.lanes` rows as vectors, and their scales: what every product on a CPU begins with."""
+"""Unpacking of the codes and scales of `ISA.lanes` rows to vectors, for all products on CPU."""
 
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from numba.core import cgutils
 from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, HALVES, INTS, LEVELS, Form
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.vectors import I16, at, call, fma, kernel, load, pick, splat, store, vector
-from auraflux.quant.packing import CHUNK, PLACES, Piece
+from auraflux.quant.packing import CHUNK, LANE_FIELDS, BitField
 from auraflux.quant.super_blocks import SIZE, ZERO
 
 
@@ -25,29 +25,29 @@ def code_vectors(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]
         found = [b.and_(b.lshr(v, splat(BYTES, shift)) if shift else v, mask) for v in packed for shift in range(0, 8, bits)]
         return [ISA.look_up(b, form.table, v) for v in found] if form.kind in LEVELS else found
     packed = [b.bitcast(word, BYTES) for word in words]
-    return [_joined(b, packed, pieces, bits) for pieces in PLACES[bits]]
+    return [_joined(b, packed, pieces, bits) for pieces in LANE_FIELDS[bits]]
 
 
-def _joined(b: ir.IRBuilder, packed: list[ir.Value], pieces: tuple[Piece, ...], bits: int) -> ir.Value:
-    """Codes from the pieces they are in: the highest bits stay at the top, what follows is put below them."""
+def _joined(b: ir.IRBuilder, packed: list[ir.Value], pieces: tuple[BitField, ...], bits: int) -> ir.Value:
+    """Assemble codes from bit fields, the highest bits at the top."""
     first, *others = pieces
     if not others:
         word = packed[first.word]
         return b.and_(b.lshr(word, splat(BYTES, first.low)) if first.low else word, splat(BYTES, 2**bits - 1))
     found, count = _at_top(b, packed, first), first.size
     for piece in others:
-        found = ISA.put_below(b, found, _at_top(b, packed, piece), count)
+        found = ISA.shift_right_insert(b, found, _at_top(b, packed, piece), count)
         count += piece.size
     return b.lshr(found, splat(BYTES, 8 - bits))
 
 
-def _at_top(b: ir.IRBuilder, packed: list[ir.Value], piece: Piece) -> ir.Value:
+def _at_top(b: ir.IRBuilder, packed: list[ir.Value], piece: BitField) -> ir.Value:
     above = 8 - piece.low - piece.size
     return b.shl(packed[piece.word], splat(BYTES, above)) if above else packed[piece.word]
 
 
-def kept_apart(form: Form, tokens: int) -> tuple[int, ...]:
-    """By how many bits codes are shifted in their bytes when one token meets them, where groups repay a sum for each."""
+def shifts_in_place(form: Form, tokens: int) -> tuple[int, ...]:
+    """Return the bit shifts of codes left in place within their bytes: for one token, where a sum per shift pays off."""
     if tokens > 1:
         return (0,)
     if form.bits == 2 and form.group > 16:
@@ -56,21 +56,21 @@ def kept_apart(form: Form, tokens: int) -> tuple[int, ...]:
 
 
 def in_place(b: ir.IRBuilder, form: Form, codes: ir.Value, tokens: int) -> list[tuple[ir.Value, int]]:
-    """The same, where some codes stay where they are in a byte: sums are shifted by so much in their place."""
-    shifts = kept_apart(form, tokens)
+    """Load the codes of one chunk without shifting some of them: each vector with the shift to apply to its sum."""
+    shifts = shifts_in_place(form, tokens)
     if len(shifts) == 1:
         return [(v, 0) for v in code_vectors(b, form, codes)]
     packed = [b.bitcast(load(b, codes, 4 * BLOCK * i, INTS), BYTES) for i in range(form.bits)]
     masked = [[(b.and_(v, splat(BYTES, 2**form.bits - 1 << shift)), shift) for shift in shifts] for v in packed]
     if form.bits == 2:
         return [pair for v, low in zip(packed, masked, strict=True) for pair in (*low, (b.lshr(v, splat(BYTES, 6)), 0))]
-    others = [(_joined(b, packed, pieces, form.bits), 0) for pieces in PLACES[form.bits] if len(pieces) > 1]
+    others = [(_joined(b, packed, pieces, form.bits), 0) for pieces in LANE_FIELDS[form.bits] if len(pieces) > 1]
     return [*(pair for low in masked for pair in low), *others]
 
 
 def float_codes(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]:
     """Load the codes of one chunk: 32 vectors of floats, one input of each row, in natural order."""
-    if form.bits in PLACES:
+    if form.bits in LANE_FIELDS:
         words, width = [b.bitcast(v, INTS) for v in code_vectors(b, form, codes)], 8
     else:
         words, width = [load(b, codes, 4 * BLOCK * i, INTS) for i in range(form.bits)], form.bits
@@ -84,19 +84,19 @@ def float_codes(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]:
 
 
 def _eighth(b: ir.IRBuilder, word: ir.Value, byte: int) -> ir.Value:
-    """Widen e4m3: its exponent, 7 from the middle, is raised to float32's 127 by a product, which denormals survive.
+    """Widen e4m3: a product adjusts the exponent bias from 7 to 127, which is correct for denormals.
 
-    Or by the activations (`Form.raw`): then numbers are over 2**120 here.
+    With `Form.raw` the activations include that factor, and the result is over 2**120.
     """
     top = b.shl(word, splat(INTS, 24 - 8 * byte)) if byte < 3 else word
-    # the sign stays in place, and the bits between it and the exponent are copies of it that go
+    # the sign stays in place; the copies of it above the exponent are masked out
     moved = b.and_(b.ashr(top, splat(INTS, 4)), splat(INTS, 0x87F00000))
     found = b.bitcast(moved, FLOATS)
     return found if ISA.denormals else b.fmul(found, splat(FLOATS, 2.0**120))
 
 
 def half_codes(b: ir.IRBuilder, codes: ir.Value) -> list[ir.Value]:
-    """Load the e4m3 codes of one chunk over 256: 16 vectors of half precision.
+    """Load the e4m3 codes of one chunk, divided by 256: 16 vectors of half precision.
 
     The first has four inputs of half of the rows, the second those of the others, the third the next four inputs, and so on.
     """
@@ -105,14 +105,14 @@ def half_codes(b: ir.IRBuilder, codes: ir.Value) -> list[ir.Value]:
         octets = b.bitcast(load(b, codes, 4 * BLOCK * word, INTS), BYTES)
         for first in (0, HALVES.count):
             some = pick(b, octets, octets, list(range(first, first + HALVES.count)))
-            # the sign's copy is where the exponent has one bit more
+            # the sign's copy is at the extra exponent bit
             moved = b.and_(b.shl(b.sext(some, wide), splat(wide, 7)), splat(wide, 0xBFFF - 0x10000))
             found.append(b.bitcast(moved, HALVES))
     return found
 
 
 def _field(b: ir.IRBuilder, words: list[ir.Value], start: int, width: int) -> ir.Value:
-    """At least `width` bits from bit `start` of a stream of words."""
+    """Return at least `width` bits from bit `start` of a stream of words."""
     word, shift = divmod(start, 32)
     if shift + width <= 32:
         return b.lshr(words[word], splat(INTS, shift)) if shift else words[word]
@@ -120,7 +120,7 @@ def _field(b: ir.IRBuilder, words: list[ir.Value], start: int, width: int) -> ir
 
 
 def _to_bytes(b: ir.IRBuilder, field: ir.Value, bits: int) -> ir.Value:
-    """Four adjacent codes at the bottom of each lane -> one in each byte, by moving halves, then quarters."""
+    """Spread four adjacent codes at the bottom of each lane to one per byte, by moving halves, then quarters."""
     pair, one = 2 ** (2 * bits) - 1, 2**bits - 1
     low, high = b.and_(field, splat(INTS, pair)), b.shl(field, splat(INTS, 16 - 2 * bits))
     field = b.or_(low, b.and_(high, splat(INTS, pair << 16)))
@@ -129,7 +129,7 @@ def _to_bytes(b: ir.IRBuilder, field: ir.Value, bits: int) -> ir.Value:
 
 
 def scale_and_bias(b: ir.IRBuilder, form: Form, scales: ir.Value, biases: ir.Value, group: ir.Value) -> list[ir.Value | None]:
-    """Load one group's scales and biases for all rows, as float32, for the codes as the dot product takes them.
+    """Load one group's scales and biases for all rows, as float32, for the dot product's weight bytes.
 
     A format without biases has its scales in their place, or None if its numbers need none.
     """
@@ -143,9 +143,9 @@ def scale_and_bias(b: ir.IRBuilder, form: Form, scales: ir.Value, biases: ir.Val
 
 
 class SuperBlock:
-    """The super-block of one block of rows: what its steps are multiplied by is loaded once.
+    """Super-block of one block of rows: the factors of its group scales are loaded once.
 
-    A scale is smaller than it stands for by `Form.lift` powers of two, and so is a bias.
+    Scales and biases are scaled down by 2**`Form.lift`.
     """
 
     def __init__(self, b: ir.IRBuilder, form: Form, words: ir.Value):
@@ -153,20 +153,20 @@ class SuperBlock:
         first, unit = load(b, words, 0, INTS), ISA.small_unit * 2.0**form.lift
         if form.has_biases:
             halves = (_half(b, b.and_(first, splat(INTS, 0xFFFF))), _half(b, b.lshr(first, splat(INTS, 16))))
-            # the upper half of a byte is sixteen times a step
+            # the upper half of a byte is sixteen times a scale
             units = (unit, 16 * unit if form.bits == 2 else unit)
             self.ends = [_times(b, half, 1 / each) for half, each in zip(halves, units, strict=True)]
             return
         self.ends = [_times(b, b.bitcast(first, FLOATS), 1 / unit)]
         # bytes less ZERO, times the scale: both products and their difference are exact
-        self.least = ISA.kept(b, [b.fmul(self.ends[0], splat(FLOATS, -ZERO * ISA.small_unit))] * 4)
+        self.least = ISA.spill(b, [b.fmul(self.ends[0], splat(FLOATS, -ZERO * ISA.small_unit))] * 4)
 
     def four(self, number: ir.Value) -> Callable[[int], list[ir.Value | None]]:
-        """Load the steps of four groups: what gives scale and bias of each, as `scale_and_bias` does."""
+        """Load the scales of four groups; return a function that computes scale and bias of each, like `scale_and_bias`."""
         b, form = self.b, self.form
         tables = [self._word(number)]
         if not form.has_biases:
-            least = ISA.copies(b, self.least, number)
+            least = ISA.reload(b, self.least, number)
 
             def level(group: int) -> list[ir.Value | None]:
                 scale = fma(b, ISA.small_float(b, tables[0], group), self.ends[0], least[group])
@@ -195,7 +195,7 @@ def _scale(b: ir.IRBuilder, form: Form, scales: ir.Value, group: ir.Value) -> ir
     if form.kind != "e8m0":
         return load(b, scales, b.mul(group, at(4 * BLOCK)), FLOATS)
     found = ISA.powers(b, scales, b.mul(group, at(BLOCK)))
-    # the table holds twice the levels, hence a half; 255 stands for NaN, which infinity less a half of it is
+    # the table holds twice the levels, hence a half; 255 is NaN, computed as infinity minus half of it
     return fma(b, found, splat(FLOATS, -0.5), found)
 
 
@@ -212,7 +212,7 @@ def _half(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     """Widen f16 in 32-bit lanes."""
     if ISA.widens_halves:
         return b.fpext(b.bitcast(b.trunc(bits, vector(I16, BLOCK)), vector(ir.HalfType(), BLOCK)), FLOATS)
-    # by integer steps: processors without a conversion instruction would need a library call
+    # by integer operations: processors without a conversion instruction would need a library call
     size = b.shl(b.and_(bits, splat(INTS, 0x7FFF)), splat(INTS, 13))
     value = b.bitcast(b.fmul(b.bitcast(size, FLOATS), splat(FLOATS, 2.0**112)), INTS)
     special = b.icmp_unsigned(">=", size, splat(INTS, 0x7C00 << 13))
@@ -221,36 +221,36 @@ def _half(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
 
 
 def spans(b, form, groups):
-    """How many spans so many groups are."""
+    """Return the number of spans of the groups."""
     return b.sdiv(groups, at(form.parts)) if form.parts > 1 else groups
 
 
 @contextmanager
 def chunks(b, form):
-    """Go through the chunks of a span."""
+    """Iterate over the chunks of a span."""
     with cgutils.for_range(b, at(form.span // CHUNK)) as loop:
         yield loop.index
 
 
 def _pairs(b: ir.IRBuilder, first: ir.Value, second: ir.Value) -> list[ir.Value]:
-    """Four inputs of each of four rows, and the next four of each: all eight of two rows, and of the other two."""
+    """Combine four inputs of each of four rows and the next four: all eight of two rows, and of the other two."""
     x, y = b.bitcast(first, INTS), b.bitcast(second, INTS)
     return [pick(b, x, y, [row, row + 4, row + 1, row + 5]) for row in (0, 2)]
 
 
-@kernel(constants=1, apart=True)
+@kernel(constants=1, outlined=True)
 def unpack_rows(b, form, codes, groups, tile):
     """Unpack one block of rows: the codes as bytes for the dot product, as float32 or, of e4m3, in half precision.
 
-    Of bytes, four inputs of each row lie together; eight of each of two rows where rows go in pairs (`ISA.by_pair`).
+    Four bytes of a row are contiguous; eight of each of two rows where rows are paired (`ISA.by_pair`).
     """
     form = Form.parse(form)
     with cgutils.for_range(b, spans(b, form, groups)) as loop:
         code_at = b.add(codes, b.mul(loop.index, at(form.span * BLOCK * form.bits // 8)))
-        tile_at = b.add(tile, b.mul(loop.index, at(form.span * BLOCK * form.ready_nbytes)))
+        tile_at = b.add(tile, b.mul(loop.index, at(form.span * BLOCK * form.unpacked_nbytes)))
         with chunks(b, form) as chunk:
             chunk_at = b.add(code_at, b.mul(chunk, at(4 * BLOCK * form.bits)))
-            to = b.add(tile_at, b.mul(chunk, at(CHUNK * BLOCK * form.ready_nbytes)))
+            to = b.add(tile_at, b.mul(chunk, at(CHUNK * BLOCK * form.unpacked_nbytes)))
             if form.halves:
                 found = half_codes(b, chunk_at)
             else:
@@ -262,16 +262,16 @@ def unpack_rows(b, form, codes, groups, tile):
                 store(b, v, to, 4 * BLOCK * i)
 
 
-@kernel(constants=1, apart=True)
+@kernel(constants=1, outlined=True)
 def widen_scales(b, form, words, groups, scales, biases):
-    """Write out scales and biases of one block of rows in super-blocks: [groups, BLOCK] float32 each."""
+    """Dequantize the scales and biases of one block of rows in super-blocks: [groups, BLOCK] float32 each."""
     form = Form.parse(form)
     size = SIZE // form.group
     with cgutils.for_range(b, b.sdiv(groups, at(size))) as loop:
-        held = SuperBlock(b, form, b.add(words, b.mul(loop.index, at(4 * BLOCK * form.words))))
+        super_block = SuperBlock(b, form, b.add(words, b.mul(loop.index, at(4 * BLOCK * form.words))))
         to = b.mul(loop.index, at(4 * BLOCK * size))
         for first in range(0, size, 4):
-            found = held.four(at(first // 4))
+            found = super_block.four(at(first // 4))
             for group in range(4):
                 scale, bias = found(group)
                 store(b, scale, b.add(scales, to), 4 * BLOCK * (first + group))
@@ -279,9 +279,9 @@ def widen_scales(b, form, words, groups, scales, biases):
                     store(b, bias, b.add(biases, to), 4 * BLOCK * (first + group))
 
 
-@kernel(constants=1, apart=True)
+@kernel(constants=1, outlined=True)
 def place_codes(b, form, codes, groups):
-    """Move the codes of one block of rows from a stream of bits to the places they have in an interleaved weight."""
+    """Rearrange the codes of one block of rows from a bit stream to the layout of an interleaved weight."""
     form = Form.parse(form)
     bits = form.bits
     with cgutils.for_range(b, b.mul(spans(b, form, groups), at(form.span // CHUNK))) as loop:
@@ -289,7 +289,7 @@ def place_codes(b, form, codes, groups):
         words = [load(b, here, 4 * BLOCK * i, INTS) for i in range(bits)]
         found = [b.bitcast(_to_bytes(b, _field(b, words, 4 * bits * i, 4 * bits), bits), BYTES) for i in range(8)]
         made = [splat(BYTES, 0)] * bits
-        for v, pieces in zip(found, PLACES[bits], strict=True):
+        for v, pieces in zip(found, LANE_FIELDS[bits], strict=True):
             left = bits
             for piece in pieces:
                 left -= piece.size

@@ -1,4 +1,4 @@
-"""Products with weights on CUDA; `routes.py` says which kernel multiplies."""
+"""Products with weights on CUDA; `routes.py` chooses the kernel."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops.hopper.codes import check_order
-from auraflux.ops.hopper.device import ready
+from auraflux.ops.gpu.blocks.codes import check_order
+from auraflux.ops.gpu.device import ready
 from auraflux.ops.linear.cuda.call import Call, Norm
 from auraflux.ops.linear.cuda.dense import dequantized, take
 from auraflux.ops.linear.cuda.routes import PRODUCTS
@@ -58,7 +58,7 @@ def add_norm_scores(
     biases: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     _check(x, weights)
-    made = PRODUCTS(Call(_rows(x), weights, biases, norm=_norm(delta, norm, eps), scored=True))
+    made = PRODUCTS(Call(_rows(x), weights, biases, norm=_norm(delta, norm, eps), needs_normed=True))
     assert made.normed is not None
     assert made.total is not None
     return made.normed.view(x.shape), made.total.view(x.shape), _like(x, made.outs)
@@ -103,5 +103,5 @@ def _norm(delta: Tensor | None, weight: Tensor, eps: float) -> Norm:
 
 
 def _like(x: Tensor, outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Results with the leading dimensions of x."""
+    """Return results with the leading dimensions of x."""
     return tuple(out.view(*x.shape[:-1], out.shape[-1]) for out in outs)

@@ -1,4 +1,4 @@
-"""What the ops on weights ask of the kernels: tokens times weights of one width."""
+"""Arguments and results of one product on CUDA: tokens times weights of one width."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,13 +8,13 @@ from torch import Tensor
 from auraflux.ops.linear.reference import Weight
 from auraflux.quant import QTensor
 
-DENSE_ROWS = 4096  # of dense weights; for more, cuBLAS is as good at one token
+DENSE_ROWS = 4096  # rows up to which a dense weight is small; above, cuBLAS is as fast for one token
 
 
 class Norm(NamedTuple):
-    """x is first added to and normalised.
+    """RMS norm applied to x + delta before the product.
 
-    delta   [T, K]  what is added, or None
+    delta   [T, K]  or None
     weight  [K]
     """
 
@@ -23,12 +23,12 @@ class Norm(NamedTuple):
     eps: float
 
 
-class Normed(NamedTuple):
-    """The stream that a kernel adds to and normalises before it multiplies.
+class FusedNorm(NamedTuple):
+    """Norm as kernels take it, which add and normalise the residual stream before they multiply.
 
-    delta   [T, K]  what is added, or None
+    delta   [T, K]  added to x, or None
     weight  [K]     float32
-    total   [T, K]  where the sum goes, or None
+    total   [T, K]  buffer for the sum, or None
     """
 
     delta: Tensor | None
@@ -37,8 +37,8 @@ class Normed(NamedTuple):
     eps: float
 
 
-class Plain(NamedTuple):
-    """Tokens as they are, in the place of `Normed`: Triton 3.6 cannot ask whether a tuple is None where one of it is."""
+class NoNorm(NamedTuple):
+    """Stand-in for `FusedNorm` without a norm: Triton 3.6 cannot compare a tuple argument with None."""
 
     delta: None = None
     weight: None = None
@@ -46,24 +46,24 @@ class Plain(NamedTuple):
     eps: None = None
 
 
-PLAIN = Plain()
+NO_NORM = NoNorm()
 
 
 class Call:
     """Tokens times weights.
 
-    x        [T, K]
-    weights  [N, K] each
-    biases   one for each weight, None where it has none
-    gated    the result is silu(first product) * second
-    norm     what x goes through first
-    scored   what is normalised is a result, too
+    x             [T, K]
+    weights       [N, K] each
+    biases        one for each weight, or None
+    gated         the result is silu(first product) * second
+    norm          applied to x first
+    needs_normed  the normalised activations are a result, too
 
-    coded    the weights where all are quantized, and alike; else none
-    dense    the weights where all are dense, small and of one dtype; else none
+    quantized     the weights if all are quantized in one format, otherwise none
+    dense         the weights if all are dense, small and of one dtype, otherwise none
     """
 
-    __slots__ = ("biased", "biases", "coded", "dense", "gated", "norm", "scored", "tokens", "weights", "width", "x")
+    __slots__ = ("biased", "biases", "dense", "gated", "needs_normed", "norm", "quantized", "tokens", "weights", "width", "x")
 
     def __init__(
         self,
@@ -73,31 +73,31 @@ class Call:
         *,
         gated: bool = False,
         norm: Norm | None = None,
-        scored: bool = False,
+        needs_normed: bool = False,
     ):
-        self.x, self.weights, self.gated, self.norm, self.scored = x, list(weights), gated, norm, scored
+        self.x, self.weights, self.gated, self.norm, self.needs_normed = x, list(weights), gated, norm, needs_normed
         self.tokens, self.width = x.shape
         self.biases: list[Tensor | None] = [None] * len(self.weights) if biases is None else list(biases)
         self.biased = any(bias is not None for bias in self.biases)
-        self.coded, self.dense = _alike(self.weights), _small(self.weights)
+        self.quantized, self.dense = _of_one_format(self.weights), _small_dense(self.weights)
 
     @property
-    def plain(self) -> bool:
-        """Whether it is products and nothing else."""
+    def products_only(self) -> bool:
+        """True if the call has neither norm nor gate."""
         return not self.gated and self.norm is None
 
     def outs(self) -> list[Tensor]:
-        """Where results go."""
+        """Allocate the results."""
         weights = self.weights[:1] if self.gated else self.weights
         return [self.x.new_empty(self.tokens, weight.shape[0]) for weight in weights]
 
 
-class Made(NamedTuple):
+class Products(NamedTuple):
     """Results of a call.
 
-    outs    [T, N] of each weight, or of both where they are gated
-    total   [T, K]  x with what was added to it, where there is a norm
-    normed  [T, K]  what was multiplied, where that is wanted
+    outs    [T, N] of each weight, or of gate and up together
+    total   [T, K]  x + delta, where there is a norm
+    normed  [T, K]  normalised activations, where requested
     """
 
     outs: list[Tensor]
@@ -105,11 +105,11 @@ class Made(NamedTuple):
     normed: Tensor | None = None
 
 
-def _alike(weights: Sequence[Weight]) -> list[QTensor]:
+def _of_one_format(weights: Sequence[Weight]) -> list[QTensor]:
     held = [weight for weight in weights if isinstance(weight, QTensor)]
     return held if len(held) == len(weights) and len({weight.format for weight in held}) == 1 else []
 
 
-def _small(weights: Sequence[Weight]) -> list[Tensor]:
+def _small_dense(weights: Sequence[Weight]) -> list[Tensor]:
     found = [weight for weight in weights if isinstance(weight, Tensor) and 0 < weight.shape[0] <= DENSE_ROWS]
     return found if len(found) == len(weights) and len({weight.dtype for weight in found}) == 1 else []

@@ -1,17 +1,17 @@
-"""Dense rows on CUDA: rows of a table, of a quantized weight written out, and one token times dense weights of few rows."""
+"""Dense rows on CUDA: embedding look-up, dequantized rows, and one token times dense weights of few rows."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.codes import constants, operands, weights_at
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.gpu.blocks.codes import constants, operands, weights_at
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv, power_of_two
 from auraflux.quant import QTensor
 
-BLOCK = 1024  # elements of a row that a program writes
-COLUMNS_AT_ONCE = 2048
+BLOCK = 1024  # elements of a row per program
+BLOCK_K = 2048  # inputs per iteration
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def dequantize_rows(
     packed, scales, biases, ids, out, rows, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write out rows of a weight: those of `ids`, or all. An id out of range gives NaN."""
+    """Dequantize the rows `ids` of a weight, or all; an id out of range gives NaN."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source, good = row, True
@@ -42,7 +42,7 @@ def take_rows(table, ids, out, rows, K, BLOCK: tl.constexpr):
 
 @triton.jit
 def dense_one(x, weight, weight1, out, out1, rows, K, COLUMNS: tl.constexpr):
-    """One token times one row of a dense weight, or of a second one after the first; of any dtype, widened as it is read."""
+    """Multiply one token by one row of a dense weight, or of a second one after it; any dtype, accumulated in float32."""
     row = tl.program_id(0)
     if weight1 is not None:  # noqa: SIM102 - the first is decided when the kernel is compiled
         if row >= rows:
@@ -57,7 +57,7 @@ def dense_one(x, weight, weight1, out, out1, rows, K, COLUMNS: tl.constexpr):
 
 
 def take(table: Tensor, ids: Tensor) -> Tensor:
-    """Rows of a table; NaN for an id out of range."""
+    """Return rows of a table; NaN for an id out of range."""
     rows, width = table.shape
     out = table.new_empty(len(ids), width)
     if out.numel():
@@ -67,17 +67,17 @@ def take(table: Tensor, ids: Tensor) -> Tensor:
 
 
 def multiply_dense(x: Tensor, weight: Tensor, second: Tensor | None = None) -> list[Tensor]:
-    """One token times one or two dense weights, in x's dtype."""
+    """Multiply one token by one or two dense weights, into x's dtype."""
     (rows, width), more = weight.shape, 0 if second is None else second.shape[0]
     outs = [x.new_empty(1, count) for count in (rows, more)]
-    block = min(COLUMNS_AT_ONCE, power_of_two(width))
+    block = min(BLOCK_K, power_of_two(width))
     out1 = None if second is None else outs[1]
     launch(dense_one, (rows + more,))(x, weight, second, outs[0], out1, rows, width, block, num_warps=4)
     return outs[: 1 if second is None else 2]
 
 
 def dequantized(weight: QTensor, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
-    """A weight written out, or those of its rows that `ids` name."""
+    """Return a weight dequantized, or only its rows `ids`."""
     rows, width = weight.shape
     count = rows if ids is None else len(ids)
     out = torch.empty(count, width, dtype=dtype, device=weight.device)

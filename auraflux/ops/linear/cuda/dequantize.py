@@ -1,6 +1,6 @@
-"""Weights of 4 and 8 bits written out in bf16, for cuBLAS: bound by writing, so that a pair of codes may cost few instructions.
+"""Weights of 4 and 8 bits dequantized to bf16 for cuBLAS: bound by stores, so that few instructions per pair of codes suffice.
 
-Whole numbers below 256, read as the bits of bf16, are themselves times 2**-133: times 2**127 they are code / 64.
+An integer below 256 reinterpreted as bf16 bits is itself times 2**-133: times 2**127 it is code / 64.
 """
 
 from typing import Any
@@ -10,17 +10,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.device import interpreted
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.sizes import cdiv
+from auraflux.ops.gpu.device import interpreted
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv
 from auraflux.ops.linear.cuda.dense import dequantized
 from auraflux.quant import QTensor
 
-BLOCK = 512  # words of a program
+BLOCK = 512  # words per program
 
 
 def _ptx(bits: int) -> Any:
-    """The weights of a word, two to a result. In: the word, 64 times its scale and its bias, each twice."""
+    """Return PTX for the weights of a word, two per result.
+
+    In: the word, 64 times its scale and its bias, these twice in a word.
+    """
     count = 16 // bits
     text = "{.reg .b32 low,high,r,up,zero; mov.b32 up,0x7F007F00; mov.b32 zero,0;"
     if bits == 4:
@@ -38,7 +41,7 @@ FOUR, EIGHT = _ptx(4), _ptx(8)
 
 
 @triton.jit
-def write_out(packed, scales, biases, out, words, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def dequantize_bf16(packed, scales, biases, out, words, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     EACH: tl.constexpr = 16 // BITS
     first = tl.program_id(0).to(tl.int64) * BLOCK
     at = first + tl.arange(0, BLOCK)
@@ -59,25 +62,25 @@ def write_out(packed, scales, biases, out, words, BITS: tl.constexpr, GROUP: tl.
     tl.store(out.to(tl.pointer_type(tl.int32)) + to, pairs.reshape(BLOCK * EACH), mask=to < words * EACH)
 
 
-def not_written(weight: QTensor, dtype: torch.dtype) -> str | None:
-    """Why a weight is not written out here; None if it is."""
+def refuses_bf16(weight: QTensor, dtype: torch.dtype) -> str | None:
+    """Return why a weight is not dequantized by this kernel; None if it is."""
     if weight.bits not in (4, 8) or weight.biases is None:
-        return "not 4 or 8 affine bits"
+        return "not affine with 4 or 8 bits"
     if {dtype, weight.scales.dtype, weight.biases.dtype} != {torch.bfloat16}:
-        return "not all in bf16"
-    return "its PTX is not interpreted" if interpreted() else None
+        return "activations, scales and biases are not all bf16"
+    return "Triton's interpreter does not run its PTX" if interpreted() else None
 
 
-def written(weight: QTensor) -> Tensor:
+def dequantized_bf16(weight: QTensor) -> Tensor:
     out = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
     if words := weight.packed.numel():
         grid = (cdiv(words, BLOCK),)
-        launch(write_out, grid)(
+        launch(dequantize_bf16, grid)(
             weight.packed, weight.scales, weight.biases, out, words, weight.bits, weight.group, BLOCK, num_warps=4
         )
     return out
 
 
 def dense_weight(weight: QTensor, dtype: torch.dtype) -> Tensor:
-    """Give a weight as numbers, by the kernel above where it serves."""
-    return dequantized(weight, dtype) if not_written(weight, dtype) else written(weight)
+    """Return a weight dequantized, by the kernel above where it takes the weight."""
+    return dequantized(weight, dtype) if refuses_bf16(weight, dtype) else dequantized_bf16(weight)

@@ -1,342 +1,339 @@
-"""What each kernel for products does not take, in the order of `routes.py`: None, or why a call is not for it.
+"""Conditions under which each CUDA product kernel takes a call: one table per kernel, one row per condition.
 
-A refusal looks at nothing but what `key` holds.
+A kernel takes a call if every row of its table holds; otherwise `auraflux ops --explain` prints the reason of the first row
+that does not. Rows look only at what `key` contains, so that the choice can be cached per key. Thresholds on tokens, rows and
+widths were measured on an H200 and are constants of the kernel's module.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import is_invariant
-from auraflux.ops.assumed import assumed
-from auraflux.ops.hopper.device import multiprocessors, not_hopper
-from auraflux.ops.hopper.sizes import once_for_each
-from auraflux.ops.linear.cuda import (
-    gemm_bits_skinny,
-    gemm_cluster,
-    gemm_cluster_dense,
-    gemm_int4_skinny,
-    gemm_wgmma_launch,
-    matvec_bits,
-    matvec_dense_normed,
-    matvec_int4,
-    matvec_int4_tma,
-    matvec_int8,
-    matvec_whole,
-)
+from auraflux.ops.fake_gpu import fake_capability
+from auraflux.ops.gpu.device import multiprocessors, not_hopper
+from auraflux.ops.gpu.sizes import cached_per_weight
 from auraflux.ops.linear.cuda.call import DENSE_ROWS, Call
-from auraflux.ops.linear.cuda.dequantize import not_written
-from auraflux.ops.linear.cuda.row_copies import SERVED
+from auraflux.ops.linear.cuda.dequantize import refuses_bf16
+from auraflux.ops.linear.cuda.gemm import bits_skinny as gemm_bits_skinny
+from auraflux.ops.linear.cuda.gemm import cluster as gemm_cluster
+from auraflux.ops.linear.cuda.gemm import cluster_dense as gemm_cluster_dense
+from auraflux.ops.linear.cuda.gemm import int4_skinny as gemm_int4_skinny
+from auraflux.ops.linear.cuda.gemm import wgmma_launch as gemm_wgmma_launch
+from auraflux.ops.linear.cuda.matvec import bits as matvec_bits
+from auraflux.ops.linear.cuda.matvec import dense_normed as matvec_dense_normed
+from auraflux.ops.linear.cuda.matvec import int4 as matvec_int4
+from auraflux.ops.linear.cuda.matvec import int4_tma as matvec_int4_tma
+from auraflux.ops.linear.cuda.matvec import int8 as matvec_int8
+from auraflux.ops.linear.cuda.matvec import integer as matvec_integer
+from auraflux.ops.linear.cuda.row_copies import SUPPORTED_FORMATS
 from auraflux.quant import QTensor
+
+Condition = Callable[[Call], str | None]  # None where it holds, otherwise the reason
 
 BF16 = torch.bfloat16
 INT4 = (4, 64, 1, BF16)  # the commonest format: 4 bits in groups of 64
-ALIGNED = 16  # bytes, as wide copies need it
+ALIGNMENT = 16  # bytes, as required by wide copies
 
-NOT_ALIKE = "the weights are not all quantized, and alike"
-NOT_PLAIN = "it is not a product alone"
-BIASED = "a bias is added"
-SEVERAL = "there are several weights"
+NOT_UNIFORM = "the weights are not all quantized in one format"
 UNALIGNED = "an address is not a multiple of 16 bytes"
-BY_NUMBER = "kernels may be chosen by the number of tokens"
+DENSE = "the weight is dense"
 
 
-_kinds: dict[Hashable, int] = {}  # numbers of quantized weights that are alike
+_layouts: dict[Hashable, int] = {}  # ids of layouts: weights of one layout are interchangeable to all conditions
 
 
-@once_for_each
-def _kind(weight: QTensor) -> int:
+@cached_per_weight
+def _layout_id(weight: QTensor) -> int:
     biases = None if weight.biases is None else weight.biases.dtype
-    alike = weight.format, biases, weight.shape, tuple(address % ALIGNED for address in weight.addresses)
-    return _kinds.setdefault(alike, len(_kinds))
+    layout = weight.format, biases, weight.shape, tuple(address % ALIGNMENT for address in weight.addresses)
+    return _layouts.setdefault(layout, len(_layouts))
 
 
 def key(call: Call) -> Hashable:
-    """All of a call that refusals look at: sizes, dtypes, how addresses are aligned, what is there and what is not."""
+    """Return everything that conditions look at: sizes, dtypes, alignment of addresses, which arguments are present."""
     x, norm = call.x, call.norm
     weights: list[Hashable] = [
-        _kind(weight) if isinstance(weight, QTensor) else (weight.dtype, weight.shape, weight.data_ptr() % ALIGNED)
+        _layout_id(weight) if isinstance(weight, QTensor) else (weight.dtype, weight.shape, weight.data_ptr() % ALIGNMENT)
         for weight in call.weights
     ]
     return (
-        *(call.tokens, call.width, x.dtype, x.data_ptr() % ALIGNED, x.device, assumed(), call.gated, call.scored),
+        *(
+            call.tokens,
+            call.width,
+            x.dtype,
+            x.data_ptr() % ALIGNMENT,
+            x.device,
+            fake_capability(),
+            call.gated,
+            call.needs_normed,
+        ),
         None if norm is None else (norm.delta is None, norm.weight.dtype),
         tuple([bias is None for bias in call.biases]) if call.biased else None,
         *weights,
     )
 
 
-def _unaligned(*tensors: Tensor | None) -> bool:
+def require(holds: Callable[[Call], object], reason: str | Callable[[Call], str]) -> Condition:
+    """Return a row of a table: a predicate, and the reason to print where it is false."""
+
+    def check(call: Call) -> str | None:
+        if holds(call):
+            return None
+        return reason if isinstance(reason, str) else reason(call)
+
+    return check
+
+
+def all_of(*conditions: Condition) -> Condition:
+    """Return a table: it holds if all rows do, otherwise it gives the reason of the first that does not."""
+    return lambda call: next((reason for check in conditions if (reason := check(call))), None)
+
+
+def each_weight(*checks: Callable[[Call, QTensor], str | None]) -> Condition:
+    """Return a row that holds if every check holds for every quantized weight."""
+    return lambda call: next((reason for weight in call.quantized for check in checks if (reason := check(call, weight))), None)
+
+
+def _aligned(*tensors: Tensor | None) -> bool:
     addresses = 0
     for tensor in tensors:
         if tensor is not None:
             addresses |= tensor.data_ptr()
-    return addresses % ALIGNED != 0
+    return addresses % ALIGNMENT == 0
 
 
-def _not_one(call: Call) -> str | None:
-    return None if call.tokens == 1 else f"{call.tokens} tokens; it is for one"
-
-
-def _not_int4(x: Tensor, weight: QTensor) -> str | None:
-    """Why x and a weight are not in the commonest format."""
+def _int4(call: Call, weight: QTensor) -> str | None:
+    """Return why x and a weight are not bf16 and INT4."""
     if weight.format != INT4:
-        return f"{weight.bits} bits in groups of {weight.group}; it is for 4 in 64, scales in bf16"
-    if x.dtype is not BF16:
+        return f"{weight.bits} bits in groups of {weight.group}; the kernel takes 4 bits in groups of 64, scales in bf16"
+    if call.x.dtype is not BF16:
         return "activations are not bf16"
-    return not_hopper(x.device) or (UNALIGNED if _unaligned(x, weight.packed, weight.scales) else None)
+    return not_hopper(call.x.device) or (None if _aligned(call.x, weight.packed, weight.scales) else UNALIGNED)
 
 
-def _not_tiled(weight: QTensor) -> str | None:
+def _tiles_16x256(call: Call, weight: QTensor) -> str | None:
     rows, width = weight.shape
     if rows % 16 or width % 256:
-        return f"{rows} x {width} is not whole tiles of 16 x 256"
+        return f"{rows} x {width} is no multiple of the 16 x 256 tile"
     return f"wider than {matvec_int4.WIDEST}" if width > matvec_int4.WIDEST else None
 
 
-def _not_of_rows(x: Tensor, weight: QTensor) -> str | None:
-    """Why the kernels that copy blocks of 16 rows do not read a weight."""
-    (rows, width), kind = weight.shape, torch.uint8 if weight.biases is None else BF16
-    if x.dtype is not BF16 or weight.scales.dtype is not kind:
+def _row_blocks(call: Call, weight: QTensor) -> str | None:
+    """Return why the kernels that copy blocks of 16 rows do not take a weight."""
+    (rows, width), scales = weight.shape, torch.uint8 if weight.biases is None else BF16
+    if call.x.dtype is not BF16 or weight.scales.dtype is not scales:
         return "activations or scales are not bf16"
-    if weight.lanes != 1 or (weight.bits, weight.group) not in SERVED:
+    if weight.lanes != 1 or (weight.bits, weight.group) not in SUPPORTED_FORMATS:
         return f"{weight.bits} bits in groups of {weight.group}"
     if rows == 0 or rows % 16 or width * weight.bits % 128:
-        return f"{rows} x {width} is not whole blocks of 16 rows, and of 16 bytes"
-    return not_hopper(x.device) or (UNALIGNED if _unaligned(x, weight.packed, weight.scales, weight.biases) else None)
+        return f"{rows} x {width} is no multiple of 16 rows by 16 bytes"
+    aligned = _aligned(call.x, weight.packed, weight.scales, weight.biases)
+    return not_hopper(call.x.device) or (None if aligned else UNALIGNED)
 
 
-def _not_normed(call: Call) -> str | None:
-    """Why a kernel that adds and normalises tokens itself does not do so here."""
-    if call.scored:
-        return "the normalised stream is wanted, too"
-    return "the norm is not in float32" if call.norm is not None and call.norm.weight.dtype is not torch.float32 else None
+def _skinny_tile(call: Call, weight: QTensor) -> str | None:
+    tile = gemm_int4_skinny.choose_tile(call.tokens, *weight.shape)
+    return None if tile else f"{tuple(weight.shape)} is no multiple of the 64 x 256 tile"
 
 
-def refuses_matvec_int4(call: Call) -> str | None:
-    return _not_one(call) or _not_ordered(call)
+def _affine_bf16(call: Call, weight: QTensor) -> str | None:
+    if weight.biases is None or weight.scales.dtype is not BF16 or weight.shape[0] == 0:
+        return "a weight is empty, or not affine with scales in bf16"
+    return None if _aligned(call.x, weight.packed) else UNALIGNED
 
 
-def refuses_matvec_int4_alike(call: Call) -> str | None:
-    return refuses_int4_alike(call) or _not_one(call)
+def _few_tokens_fit_skinny(call: Call) -> bool:
+    few = call.tokens <= gemm_wgmma_launch.FEW
+    return few and not any(_int4(call, weight) or _skinny_tile(call, weight) for weight in call.quantized)
 
 
-def refuses_int4_alike(call: Call) -> str | None:
-    return _not_ordered(call) if is_invariant() else BY_NUMBER
+def _wgmma_tokens(call: Call) -> bool:
+    any_number = call.gated and call.quantized[0].bits == 4
+    return call.tokens >= 2 and (call.tokens <= gemm_wgmma_launch.MOST_TOKENS or any_number)
 
 
-def refuses_alike(call: Call) -> str | None:
-    return None if is_invariant() else BY_NUMBER
-
-
-def _not_ordered(call: Call) -> str | None:
-    """Why `matvec_int4` and its like do not multiply weights."""
-    if not call.coded:
-        return NOT_ALIKE
-    if len(call.coded) > matvec_int4.MOST_WEIGHTS:
-        return f"more than {matvec_int4.MOST_WEIGHTS} weights"
-    if call.biased:
-        return BIASED
-    for weight in call.coded:
-        if reason := _not_int4(call.x, weight) or _not_tiled(weight):
-            return reason
-    return _not_normed(call)
-
-
-def refuses_matvec_int4_tma(call: Call) -> str | None:
-    if not call.plain:
-        return NOT_PLAIN
-    if len(call.weights) > 1:
-        return SEVERAL
-    if reason := refuses_matvec_int4(call):
-        return reason
-    return matvec_int4_tma.slower(call.coded[0], multiprocessors(call.x.device))
-
-
-def _not_plain_codes(call: Call) -> str | None:
-    """Why a call is not one token, as it is, times codes."""
-    if reason := _not_one(call):
-        return reason
-    if not call.coded:
-        return NOT_ALIKE
-    return None if call.norm is None else NOT_PLAIN
-
-
-def refuses_matvec_bits(call: Call) -> str | None:
-    if reason := _not_plain_codes(call):
-        return reason
-    if len(call.coded) > matvec_bits.MOST_WEIGHTS or not 0 < call.width <= matvec_bits.WIDEST:
-        return f"more than {matvec_bits.MOST_WEIGHTS} weights, or wider than {matvec_bits.WIDEST}"
-    if len({bias is None for bias in call.biases}) > 1:
-        return "some weights have a bias, and some have none"
-    return next((reason for weight in call.coded if (reason := _not_of_rows(call.x, weight))), None)
-
-
-def refuses_matvec_int8(call: Call) -> str | None:
-    return refuses_matvec_bits(call) or matvec_int8.slower(call.x, call.coded)
-
-
-def refuses_matvec_whole(call: Call) -> str | None:
-    if reason := _not_plain_codes(call):
-        return reason
-    if len(call.coded) > matvec_whole.MOST_WEIGHTS:
-        return f"more than {matvec_whole.MOST_WEIGHTS} weights"
-    if reason := matvec_whole.not_served(call.x, call.coded[0]):
-        return reason
-    # words are read of x
-    return not_hopper(call.x.device) or (UNALIGNED if _unaligned(call.x) else None)
-
-
-def refuses_matvec_three(call: Call) -> str | None:
-    if reason := _not_one(call):
-        return reason
-    if not call.plain:
-        return NOT_PLAIN
-    if len(call.coded) != 3:
-        return "there are not three weights, quantized alike"
-    first = call.coded[0]
-    return None if _not_int4(call.x, first) or _not_tiled(first) else "the first weight has a faster kernel for itself"
-
-
-def refuses_matvec_gated(call: Call) -> str | None:
-    if not call.gated or call.norm is not None:
-        return "it is not a gate and an up projection alone"
-    return _not_one(call) or (None if call.coded else NOT_ALIKE)
-
-
-def refuses_dense_normed(call: Call) -> str | None:
-    if not call.scored:
-        return "the normalised stream is not wanted"
-    if (call.tokens != 1 and not is_invariant()) or call.width > matvec_dense_normed.WIDEST:
-        return f"{call.tokens} tokens, {call.width} wide; it is for one up to {matvec_dense_normed.WIDEST}"
-    return BIASED if call.biased else None if len(call.dense) in (1, 2) else "the weights are not one or two small dense ones"
-
-
-def refuses_dense_two(call: Call) -> str | None:
-    if reason := _not_one(call):
-        return reason
-    if not call.plain or call.biased:
-        return NOT_PLAIN
-    return None if len(call.dense) == 2 else "the weights are not two small dense ones"
-
-
-def refuses_cluster_dense(call: Call) -> str | None:
-    if not call.scored or call.norm is None or call.norm.delta is None:
-        return "nothing is added, or the normalised stream is not wanted"
-    if call.biased:
-        return BIASED
-    if not 1 < call.tokens <= gemm_cluster_dense.MOST_TOKENS:
-        return f"{call.tokens} tokens; it is for 2 to {gemm_cluster_dense.MOST_TOKENS}"
-    if len(call.dense) not in (1, 2) or call.width not in gemm_cluster_dense.WIDTHS:
-        return "the weights are not one or two small dense ones of a width it is made for"
-    if call.norm.weight.dtype is not torch.float32 or any(t.dtype is not BF16 for t in (call.x, *call.dense)):
-        return "not all in bf16, the norm in float32"
-    return not_hopper(call.x.device) or (UNALIGNED if _unaligned(call.x, *call.dense) else None)
-
-
-def refuses_cluster(call: Call) -> str | None:
-    if not 1 < call.tokens <= gemm_cluster.MOST_TOKENS:
-        return f"{call.tokens} tokens; it is for 2 to {gemm_cluster.MOST_TOKENS}"
-    if not 0 < len(call.coded) <= gemm_cluster.MOST_WEIGHTS:
-        return NOT_ALIKE
-    if call.biased or call.gated:
-        return "a bias is added, or the weights are gate and up"
-    if call.norm is None and len(call.coded) == 1 and call.tokens <= gemm_wgmma_launch.FEW:
-        return f"one weight and {call.tokens} tokens: a skinny product is as quick"
-    for weight in call.coded:
-        if reason := _not_int4(call.x, weight):
-            return reason
-        if weight.shape[0] == 0 or _unaligned(weight.biases):
-            return UNALIGNED
-    return _not_normed(call) or gemm_cluster.slower(call.x, call.coded)
-
-
-def refuses_wgmma(call: Call) -> str | None:
-    if not call.coded:
-        return NOT_ALIKE
-    bits = call.coded[0].bits
-    if call.tokens < 2 or (call.tokens > gemm_wgmma_launch.MOST_TOKENS and not (call.gated and bits == 4)):
-        return f"{call.tokens} tokens; it is for 2 to {gemm_wgmma_launch.MOST_TOKENS}, of 4-bit gate and up for any number"
-    if call.norm is not None:
-        if call.width > gemm_wgmma_launch.WIDEST or call.biased:
-            return "a bias is added, or tokens are too wide to be normalised on the way"
-        if not call.gated and len(call.coded) > gemm_wgmma_launch.MOST_TOGETHER:
-            return f"more than {gemm_wgmma_launch.MOST_TOGETHER} weights after a norm"
-    if call.x.dtype is not BF16 or bits not in gemm_wgmma_launch.BITS:
-        return f"{bits} bits, or activations that are not bf16"
-    for weight in call.coded:
-        if weight.biases is None or weight.scales.dtype is not BF16 or weight.shape[0] == 0:
-            return "a weight is empty, or not affine with scales in bf16"
-        if _unaligned(call.x, weight.packed):
-            return UNALIGNED
-    if call.tokens <= gemm_wgmma_launch.FEW and not any(_not_skinny(call, weight) for weight in call.coded):
-        return f"{call.tokens} tokens: skinny products are quicker"
-    return not_hopper(call.x.device) or _not_normed(call)
-
-
-def _not_skinny(call: Call, weight: QTensor) -> str | None:
-    if reason := _not_int4(call.x, weight):
-        return reason
-    return None if gemm_int4_skinny.plan_for(call.tokens, *weight.shape) else f"{weight.shape} is not whole runs of groups"
-
-
-def refuses_int4_skinny(call: Call) -> str | None:
-    if not call.plain or call.biased:
-        return NOT_PLAIN
-    if len(call.coded) != 1:
-        return "it is for one quantized weight"
-    if not 1 < call.tokens <= gemm_int4_skinny.MOST_TOKENS:
-        return f"{call.tokens} tokens; it is for 2 to {gemm_int4_skinny.MOST_TOKENS}"
-    return _not_skinny(call, call.coded[0])
-
-
-def refuses_bits_skinny(call: Call) -> str | None:
-    if not 1 < call.tokens <= gemm_bits_skinny.MOST_TOKENS or not call.coded or not call.width:
-        return f"{call.tokens} tokens; it is for 2 to {gemm_bits_skinny.MOST_TOKENS} and a quantized weight"
-    weight = call.coded[0]
-    if reason := _not_of_rows(call.x, weight):
-        return reason
-    return None if gemm_bits_skinny.plan_for(call.tokens, weight) else "its block does not fit into shared memory"
-
-
-def refuses_norm_first(call: Call) -> str | None:
-    return None if call.norm is not None else "there is no norm"
-
-
-def refuses_gate_and_up(call: Call) -> str | None:
-    return None if call.gated else "it is not gate and up"
-
-
-def refuses_one_by_one(call: Call) -> str | None:
-    return None if len(call.weights) != 1 else "there is one weight"
-
-
-def refuses_empty(call: Call) -> str | None:
-    single = call.plain and len(call.weights) == 1
-    return None if single and not call.tokens * call.weights[0].shape[0] * call.width else "there is something to multiply"
-
-
-def refuses_matvec(call: Call) -> str | None:
-    return _not_one(call) or (None if call.coded else "the weight is dense")
-
-
-def refuses_written(call: Call) -> str | None:
+def _cublas_is_as_fast(call: Call) -> bool:
     weight = call.weights[0]
-    return not_written(weight, call.x.dtype) if isinstance(weight, QTensor) else "the weight is dense"
+    return isinstance(weight, Tensor) and call.x.dtype == weight.dtype and weight.shape[0] > DENSE_ROWS
 
 
-def refuses_dequantized(call: Call) -> str | None:
-    return None if call.coded else "the weight is dense"
+def _on_hopper(call: Call) -> str | None:
+    return not_hopper(call.x.device)
 
 
-def refuses_dense_one(call: Call) -> str | None:
-    if reason := _not_one(call):
-        return reason
-    weight = call.weights[0]
-    same = isinstance(weight, Tensor) and call.x.dtype == weight.dtype and weight.shape[0] > DENSE_ROWS
-    return f"more than {DENSE_ROWS} rows of x's dtype: cuBLAS is as quick" if same else None
+def _tokens(least: int, most: int) -> Condition:
+    return require(
+        lambda call: least <= call.tokens <= most,
+        lambda call: f"{call.tokens} tokens; the kernel takes {least} to {most}",
+    )
 
 
-def refuses_nothing(call: Call) -> None:
-    return None
+def _at_most_weights(most: int) -> Condition:
+    return require(lambda call: len(call.quantized) <= most, f"more than {most} weights")
+
+
+# rows that several kernels share
+ONE_TOKEN = require(lambda call: call.tokens == 1, lambda call: f"{call.tokens} tokens; the kernel takes one")
+UNIFORM = require(lambda call: call.quantized, NOT_UNIFORM)
+PRODUCTS_ONLY = require(lambda call: call.products_only, "the call has a norm or a gate")
+NO_NORM = require(lambda call: call.norm is None, "the call has a norm")
+NO_BIAS = require(lambda call: not call.biased, "a bias is added")
+ONE_WEIGHT = require(lambda call: len(call.weights) == 1, "there are several weights")
+INVARIANT = require(lambda call: is_invariant(), "batch invariance is not requested")
+NORM_FITS = all_of(
+    require(lambda call: not call.needs_normed, "the normalised activations are a result, too"),
+    require(lambda call: call.norm is None or call.norm.weight.dtype is torch.float32, "the norm's weight is not float32"),
+)
+SMALL_DENSE = require(lambda call: len(call.dense) in (1, 2), "the weights are not one or two small dense ones")
+X_ALIGNED = require(lambda call: _aligned(call.x), UNALIGNED)
+ONE_TOKEN_CODES = all_of(ONE_TOKEN, UNIFORM, NO_NORM)
+INT4_TILES = all_of(UNIFORM, _at_most_weights(matvec_int4.MOST_WEIGHTS), NO_BIAS, each_weight(_int4, _tiles_16x256), NORM_FITS)
+
+# kernels for one token
+MATVEC_INT4 = all_of(ONE_TOKEN, INT4_TILES)
+MATVEC_INT4_TMA = all_of(
+    PRODUCTS_ONLY,
+    ONE_WEIGHT,
+    MATVEC_INT4,
+    lambda call: matvec_int4_tma.refuses(call.quantized[0], multiprocessors(call.x.device)),
+)
+MATVEC_INT4_INVARIANT = all_of(INVARIANT, INT4_TILES, ONE_TOKEN)
+MATVEC_BITS = all_of(
+    ONE_TOKEN_CODES,
+    _at_most_weights(matvec_bits.MOST_WEIGHTS),
+    require(lambda call: 0 < call.width <= matvec_bits.WIDEST, f"wider than {matvec_bits.WIDEST}, or empty"),
+    require(lambda call: len({bias is None for bias in call.biases}) <= 1, "some weights have a bias, and some have none"),
+    each_weight(_row_blocks),
+)
+MATVEC_INT8 = all_of(MATVEC_BITS, lambda call: matvec_int8.refuses(call.x, call.quantized))
+MATVEC_INTEGER = all_of(
+    ONE_TOKEN_CODES,
+    _at_most_weights(matvec_integer.MOST_WEIGHTS),
+    lambda call: matvec_integer.refuses(call.x, call.quantized[0]),
+    _on_hopper,
+    X_ALIGNED,  # x is loaded in words
+)
+MATVEC_THREE = all_of(
+    ONE_TOKEN,
+    PRODUCTS_ONLY,
+    require(lambda call: len(call.quantized) == 3, "there are not three weights quantized in one format"),
+    require(
+        lambda call: _int4(call, call.quantized[0]) or _tiles_16x256(call, call.quantized[0]),
+        "the first weight has a faster kernel for itself",
+    ),
+)
+MATVEC_GATED = all_of(
+    require(lambda call: call.gated and call.norm is None, "the call is not a gate and an up projection without a norm"),
+    ONE_TOKEN,
+    UNIFORM,
+)
+MATVEC_DENSE_NORMED = all_of(
+    require(lambda call: call.needs_normed, "the normalised activations are not a result"),
+    require(
+        lambda call: (call.tokens == 1 or is_invariant()) and call.width <= matvec_dense_normed.WIDEST,
+        lambda call: f"{call.tokens} tokens, {call.width} wide; the kernel takes one up to {matvec_dense_normed.WIDEST}",
+    ),
+    NO_BIAS,
+    SMALL_DENSE,
+)
+MATVEC_DENSE_TWO = all_of(
+    ONE_TOKEN,
+    PRODUCTS_ONLY,
+    NO_BIAS,
+    require(lambda call: len(call.dense) == 2, "the weights are not two small dense ones"),
+)
+MATVEC_ANY_FORMAT = all_of(ONE_TOKEN, require(lambda call: call.quantized, DENSE))
+MATVEC_DENSE = all_of(
+    ONE_TOKEN,
+    require(lambda call: not _cublas_is_as_fast(call), f"more than {DENSE_ROWS} rows of x's dtype: cuBLAS is as fast"),
+)
+
+# kernels for several tokens
+GEMM_INT4_INVARIANT = all_of(INVARIANT, INT4_TILES)
+GEMM_CLUSTER_DENSE = all_of(
+    require(
+        lambda call: call.needs_normed and call.norm is not None and call.norm.delta is not None,
+        "nothing is added to the residual stream, or the normalised activations are not a result",
+    ),
+    NO_BIAS,
+    _tokens(2, gemm_cluster_dense.MOST_TOKENS),
+    SMALL_DENSE,
+    require(lambda call: call.width in gemm_cluster_dense.WIDTHS, f"the width is not one of {gemm_cluster_dense.WIDTHS}"),
+    require(lambda call: call.norm is not None and call.norm.weight.dtype is torch.float32, "the norm's weight is not float32"),
+    require(lambda call: all(t.dtype is BF16 for t in (call.x, *call.dense)), "not all tensors are bf16"),
+    _on_hopper,
+    require(lambda call: _aligned(call.x, *call.dense), UNALIGNED),
+)
+GEMM_CLUSTER = all_of(
+    _tokens(2, gemm_cluster.MOST_TOKENS),
+    UNIFORM,
+    _at_most_weights(gemm_cluster.MOST_WEIGHTS),
+    NO_BIAS,
+    require(lambda call: not call.gated, "the weights are gate and up projections"),
+    require(
+        lambda call: call.norm is not None or len(call.quantized) > 1 or call.tokens > gemm_wgmma_launch.FEW,
+        lambda call: f"one weight and {call.tokens} tokens: a skinny GEMM is as fast",
+    ),
+    each_weight(
+        _int4, lambda call, weight: None if weight.shape[0] and _aligned(weight.biases) else "a weight is empty or unaligned"
+    ),
+    NORM_FITS,
+    lambda call: gemm_cluster.refuses(call.x, call.quantized),
+)
+GEMM_WGMMA = all_of(
+    UNIFORM,
+    require(
+        _wgmma_tokens,
+        lambda call: (
+            f"{call.tokens} tokens; the kernel takes 2 to {gemm_wgmma_launch.MOST_TOKENS}, of 4-bit gate and up any number"
+        ),
+    ),
+    require(lambda call: call.norm is None or not call.biased, "a bias is added after a norm"),
+    require(
+        lambda call: call.norm is None or call.width <= gemm_wgmma_launch.WIDEST,
+        f"tokens wider than {gemm_wgmma_launch.WIDEST} after a norm",
+    ),
+    require(
+        lambda call: call.norm is None or call.gated or len(call.quantized) <= gemm_wgmma_launch.MOST_TOGETHER,
+        f"more than {gemm_wgmma_launch.MOST_TOGETHER} weights after a norm",
+    ),
+    require(lambda call: call.x.dtype is BF16, "activations are not bf16"),
+    require(
+        lambda call: call.quantized[0].bits in gemm_wgmma_launch.BITS,
+        lambda call: f"{call.quantized[0].bits} bits; the kernel takes {gemm_wgmma_launch.BITS}",
+    ),
+    each_weight(_affine_bf16),
+    require(lambda call: not _few_tokens_fit_skinny(call), lambda call: f"{call.tokens} tokens: skinny GEMMs are faster"),
+    _on_hopper,
+    NORM_FITS,
+)
+GEMM_INVARIANT = INVARIANT
+GEMM_INT4_SKINNY = all_of(
+    PRODUCTS_ONLY,
+    NO_BIAS,
+    require(lambda call: len(call.quantized) == 1, "the kernel takes one quantized weight"),
+    _tokens(2, gemm_int4_skinny.MOST_TOKENS),
+    each_weight(_int4, _skinny_tile),
+)
+GEMM_BITS_SKINNY = all_of(
+    _tokens(2, gemm_bits_skinny.MOST_TOKENS),
+    require(lambda call: call.quantized and call.width, "the kernel takes one quantized weight"),
+    lambda call: _row_blocks(call, call.quantized[0]),
+    require(
+        lambda call: gemm_bits_skinny.choose_tile(call.tokens, call.quantized[0]), "its block does not fit into shared memory"
+    ),
+)
+
+# compositions of other routes
+EMPTY = require(
+    lambda call: call.products_only and len(call.weights) == 1 and not call.tokens * call.weights[0].shape[0] * call.width,
+    "the product is not empty",
+)
+NORM_FIRST = require(lambda call: call.norm is not None, "there is no norm")
+GATE_AND_UP = require(lambda call: call.gated, "there is no gate")
+ONE_BY_ONE = require(lambda call: len(call.weights) != 1, "there is one weight")
+QUANTIZED = require(lambda call: call.quantized, DENSE)
+DEQUANTIZE_BF16 = all_of(QUANTIZED, lambda call: refuses_bf16(call.quantized[0], call.x.dtype))
+ALWAYS = require(lambda call: True, "")

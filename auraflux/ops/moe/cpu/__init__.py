@@ -1,5 +1,7 @@
-"""Mixture of experts on CPU. Experts are chosen a token at a time, the best kept in a short sorted list while its scores go by;
-`routes.py` says how tokens go through them."""
+"""Mixture of experts on CPU.
+
+Top-k selection scans one token's scores at a time with a short insertion-sorted list; `routes.py` selects the expert kernels.
+"""
 
 import numpy as np
 import torch
@@ -7,15 +9,15 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops.moe.cpu.grouped import sum_experts, sum_parts, write_parts
-from auraflux.ops.moe.cpu.routes import EXPERTS, MIXTURES, Mixture
+from auraflux.ops.moe.cpu.routes import EXPERTS, MIXTURES, MixtureCall
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.routing import SCORINGS, Routing
 from auraflux.ops.simd.jit import (
     Kernel,
     arguments,
     as_float,
+    error_flag,
     floats,
-    found_wrong,
     int32s,
     int64s,
     jit,
@@ -36,8 +38,8 @@ SOFTMAX, SIGMOID, CHOSEN, SQRTSOFTPLUS = (SCORINGS.index(name) for name in ("sof
 
 
 @jit
-def _best(scores, k, ids, values):
-    """Fill `ids` and `values` with the k highest scores, highest first, ties by increasing index."""
+def _topk(scores, k, ids, values):
+    """Fill `ids` and `values` with the k highest scores in decreasing order, ties by increasing index."""
     for i in range(len(scores)):
         score = scores[i] if scores[i] == scores[i] else LOWEST
         if i >= k and not score > values[k - 1]:
@@ -50,22 +52,22 @@ def _best(scores, k, ids, values):
 
 
 @jit
-def _drop_groups(choice, groups, kept):
-    """Set to -inf the scores outside the groups whose two best sum highest."""
-    size = len(choice) // groups
-    sums, ids, values = np.empty(groups, np.float32), np.empty(kept, np.int32), np.empty(kept, np.float32)
+def _drop_groups(selection, groups, topk_groups):
+    """Set to -inf the scores outside the groups with the highest sum of their two best scores."""
+    size = len(selection) // groups
+    sums, ids, values = np.empty(groups, np.float32), np.empty(topk_groups, np.int32), np.empty(topk_groups, np.float32)
     for g in range(groups):
         first, second = LOWEST, LOWEST
-        for score in choice[g * size : (g + 1) * size]:
+        for score in selection[g * size : (g + 1) * size]:
             if score > first:
                 first, second = score, first
             elif score > second:
                 second = score
         sums[g] = first + second
-    _best(sums, kept, ids, values)
+    _topk(sums, topk_groups, ids, values)
     for g in range(groups):
         if not np.any(ids == g):
-            choice[g * size : (g + 1) * size] = LOWEST
+            selection[g * size : (g + 1) * size] = LOWEST
 
 
 @jit
@@ -74,22 +76,22 @@ def _sqrtsoftplus(x):
 
 
 @jit
-def _scores_alone(logits, bias, groups, kept, scoring, choice):
+def _per_expert_scores(logits, bias, groups, topk_groups, scoring, selection):
     if scoring == SIGMOID:
         for i in range(len(logits)):
-            choice[i] = sigmoid(logits[i])
+            selection[i] = sigmoid(logits[i])
     else:
         for i in range(len(logits)):
-            choice[i] = _sqrtsoftplus(logits[i])
+            selection[i] = _sqrtsoftplus(logits[i])
     for i in range(len(bias)):
-        choice[i] += bias[i]
+        selection[i] += bias[i]
     if groups > 1:
-        _drop_groups(choice, groups, kept)
+        _drop_groups(selection, groups, topk_groups)
 
 
 @jit
-def _weigh_alone(logits, ids, scoring, weights):
-    """Give each chosen expert its score; returns their sum."""
+def _weigh_per_expert(logits, ids, scoring, weights):
+    """Write each selected expert's score to `weights` and return their sum."""
     # a sum of zeros gives zeros, not NaN
     total = np.float32(1e-20)
     for j in range(len(ids)):
@@ -99,51 +101,51 @@ def _weigh_alone(logits, ids, scoring, weights):
 
 
 @jit
-def _softmax_scores(logits, bias, choice):
-    """Give each expert its part of all and its bias; returns the highest logit."""
-    best, whole = logits[0], np.float32(0)
+def _softmax_scores(logits, bias, selection):
+    """Write softmax probabilities plus bias to `selection` and return the highest logit."""
+    best, denominator = logits[0], np.float32(0)
     for i in range(len(logits)):
         best = max(best, logits[i])
     for i in range(len(logits)):
-        choice[i] = exp(logits[i] - best)
-        whole += choice[i]
+        selection[i] = exp(logits[i] - best)
+        denominator += selection[i]
     for i in range(len(logits)):
-        choice[i] = choice[i] / whole + bias[i]
+        selection[i] = selection[i] / denominator + bias[i]
     return best
 
 
 @jit
 def _weigh_softmax(logits, best, among_all, ids, weights):
-    """Give each chosen expert its exponential, as a part of all experts' if so asked; returns the sum."""
-    whole, total = np.float32(0 if among_all else 1), np.float32(0)
+    """Write each selected expert's exponential, divided by the sum over all experts if requested; return the sum."""
+    denominator, total = np.float32(0 if among_all else 1), np.float32(0)
     for i in range(len(logits) if among_all else 0):
-        whole += exp(logits[i] - best)
+        denominator += exp(logits[i] - best)
     for j in range(len(ids)):
-        weights[j] = exp(logits[ids[j]] - best) / whole
+        weights[j] = exp(logits[ids[j]] - best) / denominator
         total += weights[j]
     return total
 
 
 @Kernel
 def _route(args, job, jobs):
-    logits_at, bias_at, gain_at, ids_at, weights_at, tokens, experts, k, scoring, renormalize, groups, kept, scale = arguments(
-        args, 13
-    )
-    bias, choice = floats(bias_at, experts if bias_at else 0), np.empty(experts, np.float32)
+    found = arguments(args, 13)
+    logits_at, bias_at, gain_at, ids_at, weights_at, tokens, experts, k = found[:8]
+    scoring, renormalize, groups, topk_groups, scale = found[8:]
+    bias, selection = floats(bias_at, experts if bias_at else 0), np.empty(experts, np.float32)
     gain = floats(gain_at, experts if gain_at else 0)
     for token in share(tokens, job, jobs):
         logits = floats(logits_at + 4 * token * experts, experts)
         ids, weights = int32s(ids_at + 4 * token * k, k), floats(weights_at + 4 * token * k, k)
         if scoring in (SIGMOID, SQRTSOFTPLUS):
-            _scores_alone(logits, bias, groups, kept, scoring, choice)
-            _best(choice, k, ids, weights)
-            total = _weigh_alone(logits, ids, scoring, weights)
+            _per_expert_scores(logits, bias, groups, topk_groups, scoring, selection)
+            _topk(selection, k, ids, weights)
+            total = _weigh_per_expert(logits, ids, scoring, weights)
         else:
             if len(bias):
-                highest = _softmax_scores(logits, bias, choice)
-                _best(choice, k, ids, weights)
+                highest = _softmax_scores(logits, bias, selection)
+                _topk(selection, k, ids, weights)
             else:
-                _best(logits, k, ids, weights)
+                _topk(logits, k, ids, weights)
                 highest = weights[0]
             total = _weigh_softmax(logits, highest, scoring == SOFTMAX, ids, weights)
         if not renormalize or total <= 0:
@@ -159,11 +161,11 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, gain: Te
     tokens, experts = logits.shape
     ids = torch.empty(tokens, routing.k, dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(ids, dtype=torch.float32)
-    scoring, groups, kept = SCORINGS.index(routing.scoring), routing.groups, routing.kept_groups
-    rule = scoring, routing.renormalize or scoring == CHOSEN, groups, kept, float(routing.scale)
+    scoring, groups, topk_groups = SCORINGS.index(routing.scoring), routing.groups, routing.topk_groups
+    rule = scoring, routing.renormalize or scoring == CHOSEN, groups, topk_groups, float(routing.scale)
     jobs = threads() if tokens > 1 and tokens * experts >= PARALLEL_LOGITS else 1
-    beside = (0 if each is None else each.data_ptr() for each in (offset, factors))
-    _route(jobs, wide.data_ptr(), *beside, ids.data_ptr(), weights.data_ptr(), tokens, experts, routing.k, *rule)
+    optional = (0 if each is None else each.data_ptr() for each in (offset, factors))
+    _route(jobs, wide.data_ptr(), *optional, ids.data_ptr(), weights.data_ptr(), tokens, experts, routing.k, *rule)
     return ids, weights
 
 
@@ -177,7 +179,7 @@ def _weigh(args, job, jobs):
         if ids.min() < 0 or ids.max() >= experts:
             wrong[0] = 1
             continue
-        total = _weigh_alone(logits, ids, scoring, weights)
+        total = _weigh_per_expert(logits, ids, scoring, weights)
         if not renormalize:
             total = np.float32(1)
         for j in range(k):
@@ -189,8 +191,8 @@ def weigh_experts(logits: Tensor, ids: Tensor, routing: Routing) -> Tensor:
     weights = torch.empty(tokens, routing.k)
     rule = SCORINGS.index(routing.scoring), routing.renormalize, float(routing.scale), wrong.data_ptr()
     _weigh(1, wide.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, experts, routing.k, *rule)
-    if found_wrong(wrong.data_ptr()):
-        raise InputError(f"ids reach from {int(ids.min())} to {int(ids.max())}; there are {experts} experts.")
+    if error_flag(wrong.data_ptr()):
+        raise InputError(f"ids range from {int(ids.min())} to {int(ids.max())}; there are {experts} experts.")
     return weights
 
 
@@ -212,11 +214,11 @@ def _combine(args, job, jobs):
 
 def combine(h: Tensor, moe: Tensor, shared: Tensor | None = None, shared_gate: Tensor | None = None) -> Tensor:
     wide, routed = as_float(h), as_float(moe)
-    beside = None if shared is None else as_float(shared)
+    shared_output = None if shared is None else as_float(shared)
     gates = None if shared_gate is None else as_float(shared_gate)
     out = torch.empty_like(wide)
     jobs = threads() if wide.numel() >= PARALLEL_FROM else 1
-    optional = 0 if beside is None else beside.data_ptr(), 0 if gates is None else gates.data_ptr()
+    optional = 0 if shared_output is None else shared_output.data_ptr(), 0 if gates is None else gates.data_ptr()
     _combine(jobs, wide.data_ptr(), routed.data_ptr(), *optional, out.data_ptr(), *h.shape)
     return like(out, h)
 
@@ -239,4 +241,4 @@ def mixture(
     shared: Tensor | SharedExpert | None = None,
     shared_gate: Tensor | None = None,
 ) -> Tensor:
-    return MIXTURES(Mixture(x, scores, routing, experts, h, bias, shared, shared_gate))
+    return MIXTURES(MixtureCall(x, scores, routing, experts, h, bias, shared, shared_gate))

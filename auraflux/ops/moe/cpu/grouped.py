@@ -1,7 +1,7 @@
-"""The experts of a mixture on CPU: tokens are grouped by expert, and each expert runs once over its own.
+"""Grouped expert GEMMs on CPU: pairs are sorted by expert and each expert runs once over its tokens.
 
-A (token, slot) pair is a row of intermediate results. Pairs are put in the order of their experts, so that an expert's rows
-are adjacent; gate and up of all experts are one list of products (`linear/cpu/products.py`), down another.
+A (token, slot) pair is one row of the intermediate results. Sorting by expert makes an expert's rows adjacent; gate and up of
+all experts form one list of products (`linear/cpu/products.py`), down another.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from auraflux.ops.linear.cpu.products import (
 )
 from auraflux.ops.linear.cpu.routes import DRIVERS
 from auraflux.ops.moe.experts import Clamp, Experts, Gelu, Limit, ReluSquare, Stack
-from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, found_wrong, int32s, int64s, like, share, threads
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, error_flag, floats, int32s, int64s, like, share, threads
 from auraflux.quant import QTensor
 
 TOKENS_AT_ONCE = 512  # bounds the intermediate results: a pair needs 4 * (2 * I + H) bytes
@@ -41,11 +41,11 @@ PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more t
 def _group(args, job, jobs):
     """Sort pairs by expert, stably.
 
-    starts  int64 [experts + 1]   where each expert's pairs begin
-    tokens  int64 [pairs]         the token of each pair, in the new order
-    places  int64 [tokens, k]     where a token's pair went; -1 for one that was passed over
-    wrong   int64 [1]             the number, from 1, of the first pair whose id is out of range, or 0; nobody has pairs then
-    some    pass over pairs with a negative id
+    starts  int64 [experts + 1]   first pair of each expert
+    tokens  int64 [pairs]         token of each pair, in sorted order
+    places  int64 [tokens, k]     sorted position of each pair; -1 for skipped pairs
+    wrong   int64 [1]             1-based number of the first pair whose id is out of range, or 0; no expert has pairs then
+    some    skip pairs with a negative id
     """
     ids_at, tokens, k, experts, starts_at, tokens_at, places_at, wrong_at, some = arguments(args, 9)
     pairs = tokens * k
@@ -77,10 +77,10 @@ def _group(args, job, jobs):
 
 @Kernel
 def _list_products(args, job, jobs):
-    """Write a product for every expert that has tokens, and products of no tokens up to `most`.
+    """Write one product per expert that has tokens, padded with empty products up to `most`.
 
-    codes, scales, biases  addresses of expert 0's, and bytes from one expert to the next
-    index                  address of the tokens of pair 0; out  of its result
+    codes, scales, biases  addresses of expert 0's arrays, and byte strides between experts
+    index                  address of the token of pair 0; out  of its result
     """
     found = arguments(args, 14)
     starts_at, experts, most, codes, scales, biases, codes_step, scales_step, biases_step = found[:9]
@@ -102,7 +102,7 @@ def _list_products(args, job, jobs):
 
 @Kernel
 def _add_biases(args, job, jobs):
-    """Add its expert's bias to the results of every pair."""
+    """Add each expert's bias to the results of its pairs."""
     starts_at, experts, biases, width, rows, stride = arguments(args, 6)
     starts = int64s(starts_at, experts + 1)
     for expert in range(experts):
@@ -127,8 +127,8 @@ def _weighted_sum(args, job, jobs):
 
 
 @Kernel
-def _spread(args, job, jobs):
-    """Copy results to where their pairs are; those that were passed over stay as they are."""
+def _scatter(args, job, jobs):
+    """Scatter results to their pairs; skipped pairs are not modified."""
     results, stride, places_at, pairs, width, out = arguments(args, 6)
     places = int64s(places_at, pairs)
     for pair in share(pairs, job, jobs):
@@ -139,10 +139,10 @@ def _spread(args, job, jobs):
 
 
 class Steps(NamedTuple):
-    """How pairs go through their experts.
+    """Implementation of the two GEMMs of an expert layer.
 
-    gate_up  tokens, experts, the plan of pairs, how many: gate's and up's products, [pairs, I] both; up's twice without a gate
-    down     hidden vectors, experts, the plan of pairs: results [pairs, H], or wider where rows are padded
+    gate_up  (tokens, experts, plan, pair count) -> gate and up products, [pairs, I] each; up twice without a gate
+    down     (hidden vectors, experts, plan) -> results [pairs, H], wider where rows are padded
     """
 
     gate_up: Callable[[Tensor, Experts, Tensor, int], tuple[Tensor, Tensor]]
@@ -150,22 +150,22 @@ class Steps(NamedTuple):
 
 
 def sum_experts(steps: Steps, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
-    """`expert_mlp`."""
+    """Run `expert_mlp` in chunks of TOKENS_AT_ONCE tokens."""
     wide = as_float(x)
     out = torch.empty_like(wide)
     for first in range(0, len(x), TOKENS_AT_ONCE):
         part = slice(first, first + TOKENS_AT_ONCE)
-        _some_tokens(steps, wide[part], ids[part], weights[part], experts, out[part])
+        _sum_chunk(steps, wide[part], ids[part], weights[part], experts, out[part])
     return like(out, x)
 
 
 def write_parts(steps: Steps, x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
-    """`expert_parts`."""
+    """Run `expert_parts` in chunks of TOKENS_AT_ONCE tokens."""
     wide = as_float(x)
-    # cut as in `sum_experts`: how an expert's tokens are multiplied depends on how many there are
+    # same chunks as `sum_experts`: the kernel of an expert depends on its token count
     for first in range(0, len(x), TOKENS_AT_ONCE):
         part = slice(first, first + TOKENS_AT_ONCE)
-        _some_parts(steps, wide[part], ids[part], experts, parts[part])
+        _write_chunk(steps, wide[part], ids[part], experts, parts[part])
 
 
 def sum_parts(parts: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -178,41 +178,41 @@ def sum_parts(parts: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _plan(ids: Tensor, count: int, some: bool) -> tuple[Tensor, int]:
-    """The pairs by expert, as `_group` writes them, and the address of their places."""
+    """Return the pairs sorted by expert, as `_group` writes them, and the address of their positions."""
     tokens, k = ids.shape
     plan = torch.empty(count + 1 + 2 * tokens * k + 1, dtype=torch.int64)
     starts = plan.data_ptr()
     index = starts + 8 * (count + 1)
     places = index + 8 * tokens * k
     _group(1, ids.data_ptr(), tokens, k, count, starts, index, places, places + 8 * tokens * k, some)
-    if number := found_wrong(places + 8 * tokens * k):
+    if number := error_flag(places + 8 * tokens * k):
         token, slot = divmod(number - 1, k)
         raise InputError(f"ids[{token}, {slot}] is {int(ids[token, slot])}; there are {count} experts.")
     return plan, places
 
 
-def _some_tokens(steps: Steps, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, out: Tensor) -> None:
+def _sum_chunk(steps: Steps, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, out: Tensor) -> None:
     tokens, k = ids.shape
     plan, places = _plan(ids, experts.count, some=False)
-    results = _through(steps, x, experts, plan, tokens * k)
+    results = _run_experts(steps, x, experts, plan, tokens * k)
     jobs = threads() if tokens * k * experts.hidden >= PARALLEL_FROM else 1
     arrays = (results.data_ptr(), 4 * results.shape[1], places, weights.data_ptr())
     _weighted_sum(jobs, *arrays, tokens, k, experts.hidden, out.data_ptr())
 
 
-def _some_parts(steps: Steps, x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+def _write_chunk(steps: Steps, x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
     plan, places = _plan(ids, experts.count, some=True)
     found = int(plan[experts.count])
     if found == 0:
         return
-    results = _through(steps, x, experts, plan, found)
+    results = _run_experts(steps, x, experts, plan, found)
     jobs = threads() if found * experts.hidden >= PARALLEL_FROM else 1
     arrays = (results.data_ptr(), 4 * results.shape[1], places)
-    _spread(jobs, *arrays, ids.numel(), experts.hidden, parts.data_ptr())
+    _scatter(jobs, *arrays, ids.numel(), experts.hidden, parts.data_ptr())
 
 
-def _through(steps: Steps, x: Tensor, experts: Experts, plan: Tensor, pairs: int) -> Tensor:
-    """Each pair's result in the order of experts: [pairs, H], or wider where rows are padded."""
+def _run_experts(steps: Steps, x: Tensor, experts: Experts, plan: Tensor, pairs: int) -> Tensor:
+    """Return each pair's result in expert order: [pairs, H], wider where rows are padded."""
     gate, up = steps.gate_up(x, experts, plan, pairs)
     _add(experts.gate_bias, gate, experts, plan)
     _add(experts.up_bias, up, experts, plan)
@@ -240,38 +240,38 @@ def _add(bias: Tensor | None, products: Tensor, experts: Experts, plan: Tensor) 
         _add_biases(1, plan.data_ptr(), experts.count, bias.data_ptr(), *sizes)
 
 
-def _coded_gate_up(x: Tensor, experts: Experts, plan: Tensor, pairs: int, together: bool) -> tuple[Tensor, Tensor]:
+def _quantized_gate_up(x: Tensor, experts: Experts, plan: Tensor, pairs: int, one_list: bool) -> tuple[Tensor, Tensor]:
     inner, count, starts = experts.inner, experts.count, plan.data_ptr()
     index, wide, most = starts + 8 * (count + 1), padded(inner), min(count, pairs)
     names = ("up",) if experts.gate is None else ("gate", "up")
     found = torch.empty(len(names), pairs, wide)
     products = torch.empty(len(names), most * FIELDS, dtype=torch.int64)
     for number, name in enumerate(names):
-        stack, to = coded(getattr(experts, name)), products.data_ptr() + 8 * FIELDS * most * number
+        stack, to = quantized(getattr(experts, name)), products.data_ptr() + 8 * FIELDS * most * number
         where = (index, found.data_ptr() + 4 * number * pairs * wide, inner, 4 * wide, to)
         _list_products(1, starts, count, most, *stack.addresses, *experts.strides[name], *where)
-        if not together:
+        if not one_list:
             DRIVERS(stack)(x.data_ptr(), len(x), stack, to, most)
-    if together:
-        up = coded(experts.up)
+    if one_list:
+        up = quantized(experts.up)
         DRIVERS(up)(x.data_ptr(), len(x), up, products.data_ptr(), len(names) * most)
     results = found if wide == inner else found[..., :inner].contiguous()
     return results[0], results[-1]
 
 
-def gate_up_together(x: Tensor, experts: Experts, plan: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-    """Gate and up of all experts as one list of products."""
-    return _coded_gate_up(x, experts, plan, pairs, together=True)
+def gate_up_one_list(x: Tensor, experts: Experts, plan: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+    """Multiply gate and up of all experts as one list of products."""
+    return _quantized_gate_up(x, experts, plan, pairs, one_list=True)
 
 
-def gate_up_apart(x: Tensor, experts: Experts, plan: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-    """Gate of all experts as one list of products, up as another."""
-    return _coded_gate_up(x, experts, plan, pairs, together=False)
+def gate_up_two_lists(x: Tensor, experts: Experts, plan: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+    """Multiply gate of all experts as one list of products and up as a second."""
+    return _quantized_gate_up(x, experts, plan, pairs, one_list=False)
 
 
-def coded_down(hidden: Tensor, experts: Experts, plan: Tensor) -> Tensor:
-    """Down of all experts as one list of products."""
-    stack, pairs, count = coded(experts.down), len(hidden), experts.count
+def quantized_down(hidden: Tensor, experts: Experts, plan: Tensor) -> Tensor:
+    """Multiply down of all experts as one list of products."""
+    stack, pairs, count = quantized(experts.down), len(hidden), experts.count
     wide, most = padded(experts.hidden), min(count, pairs)
     results = torch.empty(pairs, wide)
     products = torch.empty(most * FIELDS, dtype=torch.int64)
@@ -281,25 +281,25 @@ def coded_down(hidden: Tensor, experts: Experts, plan: Tensor) -> Tensor:
     return results
 
 
-def coded(stack: Stack) -> QTensor:
+def quantized(stack: Stack) -> QTensor:
     assert isinstance(stack, QTensor)
     return stack
 
 
 def dense_gate_up(x: Tensor, experts: Experts, plan: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-    """Gate and up, one expert after the other."""
+    """Multiply gate and up, one expert after the other."""
     rows = x[plan[experts.count + 1 : experts.count + 1 + pairs]]
     up = _dense(rows, experts.up, plan)
     return up if experts.gate is None else _dense(rows, experts.gate, plan), up
 
 
 def dense_down(hidden: Tensor, experts: Experts, plan: Tensor) -> Tensor:
-    """Down, one expert after the other."""
+    """Multiply down, one expert after the other."""
     return _dense(hidden, experts.down, plan)
 
 
 def _dense(rows: Tensor, stack: Stack, plan: Tensor) -> Tensor:
-    """Each expert's dense matrix over its own rows."""
+    """Multiply each expert's rows by its dense matrix."""
     out = torch.empty(len(rows), stack.shape[1])
     starts = plan[: stack.shape[0] + 1].tolist()
     for expert, (first, last) in enumerate(pairwise(starts)):

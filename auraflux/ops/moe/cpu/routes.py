@@ -1,6 +1,6 @@
-"""How tokens go through their experts on a CPU: the first way below that does not refuse.
+"""Expert kernels on CPU: the first route below that does not refuse a call.
 
-Quantized experts are lists of products (`linear/cpu/products.py`), gate and up in one list where they are of one format. Dense
+Quantized experts are lists of products (`linear/cpu/products.py`), gate and up in one list where they share a format. Dense
 experts are multiplied one after the other.
 """
 
@@ -8,16 +8,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from auraflux.ops.linear.cpu.routes import DRIVERS, PRODUCTS, misplaced
+from auraflux.ops import route_speed as speed
+from auraflux.ops.linear.cpu.routes import DRIVERS, PRODUCTS, unsupported_layout
 from auraflux.ops.linear.cpu.routes import Call as Product
 from auraflux.ops.moe.cpu.grouped import (
     Steps,
-    coded,
-    coded_down,
     dense_down,
     dense_gate_up,
-    gate_up_apart,
-    gate_up_together,
+    gate_up_one_list,
+    gate_up_two_lists,
+    quantized,
+    quantized_down,
 )
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.reference import mixture_by_steps
@@ -26,12 +27,12 @@ from auraflux.ops.routes import Route, Routes
 from auraflux.quant import QTensor
 
 Next = list[tuple[Routes[Any, Any], Any]]
-TOGETHER, APART = Steps(gate_up_together, coded_down), Steps(gate_up_apart, coded_down)
+ONE_LIST, TWO_LISTS = Steps(gate_up_one_list, quantized_down), Steps(gate_up_two_lists, quantized_down)
 DENSE = Steps(dense_gate_up, dense_down)
 
 
-class Mixture(NamedTuple):
-    """`mixture`: what it is called with."""
+class MixtureCall(NamedTuple):
+    """Arguments of `mixture`."""
 
     x: Tensor
     scores: Tensor
@@ -44,22 +45,22 @@ class Mixture(NamedTuple):
 
 
 def _misplaced(experts: Experts) -> str | None:
-    reasons = (misplaced(stack) for stack in experts.stacks if isinstance(stack, QTensor))
+    reasons = (unsupported_layout(stack) for stack in experts.stacks if isinstance(stack, QTensor))
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _refuses_apart(experts: Experts) -> str | None:
+def _refuses_two_lists(experts: Experts) -> str | None:
     for stack in experts.stacks:
         if not isinstance(stack, QTensor):
             return "a projection is dense"
     return _misplaced(experts)
 
 
-def _refuses_together(experts: Experts) -> str | None:
-    if reason := _refuses_apart(experts):
+def _refuses_one_list(experts: Experts) -> str | None:
+    if reason := _refuses_two_lists(experts):
         return reason
-    alike = coded(experts.stacks[0]).format == coded(experts.up).format
-    return None if alike else "gate and up are not of one format"
+    same = quantized(experts.stacks[0]).format == quantized(experts.up).format
+    return None if same else "gate and up have different formats"
 
 
 def _refuses_dense(experts: Experts) -> str | None:
@@ -73,11 +74,11 @@ def _then_drivers(experts: Experts) -> Next:
     return [(DRIVERS, stack) for stack in experts.stacks]
 
 
-def _never(call: Mixture) -> None:
+def _never(call: MixtureCall) -> None:
     return None
 
 
-def _then_experts(call: Mixture) -> Next:
+def _then_experts(call: MixtureCall) -> Next:
     tables: Next = [(EXPERTS, call.experts)]
     if isinstance(call.shared, SharedExpert):
         inside = call.x.new_empty(call.x.shape[0], call.shared.inner)
@@ -87,11 +88,11 @@ def _then_experts(call: Mixture) -> Next:
 
 
 EXPERTS: Routes[Experts, Steps] = Routes(
-    Route("gate and up in one list", _refuses_together, lambda experts: TOGETHER, _then_drivers),
-    Route("gate and up apart", _refuses_apart, lambda experts: APART, _then_drivers),
-    Route("dense experts one by one", _refuses_dense, lambda experts: DENSE),
+    Route("gate and up in one list", _refuses_one_list, lambda experts: ONE_LIST, _then_drivers),
+    Route("gate and up in two lists", _refuses_two_lists, lambda experts: TWO_LISTS, _then_drivers),
+    Route("dense experts one by one", _refuses_dense, lambda experts: DENSE, speed=speed.DENSE_MATVEC),
 )
-MIXTURES: Routes[Mixture, Tensor] = Routes(
+MIXTURES: Routes[MixtureCall, Tensor] = Routes(
     Route("step by step", _never, lambda call: mixture_by_steps(*call), _then_experts),
 )
 ROUTES: dict[str, Routes[Any, Any]] = {"expert_mlp": EXPERTS, "expert_parts": EXPERTS, "mixture": MIXTURES}

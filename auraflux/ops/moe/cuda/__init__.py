@@ -1,19 +1,19 @@
-"""Mixture of experts on CUDA; `routes.py` says which kernels multiply.
+"""Mixture of experts on CUDA; `routes.py` selects the kernels.
 
-Which experts are met is known on the device alone: wrappers look at shapes only.
+The selected experts are known only on the device, so wrappers depend on shapes alone.
 """
 
 import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops.hopper.device import ready
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.sizes import cdiv
-from auraflux.ops.moe.cuda.call import Choice, Mixture, Pairs
-from auraflux.ops.moe.cuda.routes import CHOICES, EXPERTS, MIXTURES
-from auraflux.ops.moe.cuda.routing import COMBINED, combine_kernel
-from auraflux.ops.moe.cuda.stacks import not_served, summed
+from auraflux.ops.gpu.device import ready
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv
+from auraflux.ops.moe.cuda.call import ExpertCall, MixtureCall, RouteCall
+from auraflux.ops.moe.cuda.routes import EXPERTS, MIXTURES, ROUTERS
+from auraflux.ops.moe.cuda.routing.kernels import COMBINED, combine_kernel
+from auraflux.ops.moe.cuda.stacks import summed, unsupported
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.routing import Routing
 
@@ -23,10 +23,10 @@ __all__ = ["combine", "expert_mlp", "expert_parts", "mixture", "route", "sum_par
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, gain: Tensor | None = None) -> tuple[Tensor, Tensor]:
     ready(logits)
     _check_scoring(routing)
-    ids, weights = CHOICES(Choice(logits, routing, bias))
+    ids, weights = ROUTERS(RouteCall(logits, routing, bias))
     if gain is None:
         return ids, weights
-    # where launches are only noted, ids are anything
+    # ids are uninitialized where launches are only recorded
     within = ids.view(-1).clamp(0, len(gain) - 1)
     return ids, weights * gain.float().index_select(0, within).view(ids.shape)
 
@@ -41,14 +41,14 @@ def combine(h: Tensor, moe: Tensor, shared: Tensor | None = None, shared_gate: T
 
 
 def expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
-    """An id out of range gives NaN: only the device knows it."""
+    """Return the weighted sum of expert outputs; an id out of range gives NaN, since only the device knows it."""
     _check(x, experts)
-    return EXPERTS(Pairs(x, ids, experts, weights=weights))
+    return EXPERTS(ExpertCall(x, ids, experts, weights=weights))
 
 
 def expert_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
     _check(x, experts)
-    EXPERTS(Pairs(x, ids, experts, parts=parts))
+    EXPERTS(ExpertCall(x, ids, experts, parts=parts))
 
 
 def sum_parts(parts: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,15 +64,15 @@ def mixture(
 ) -> Tensor:  # fmt: skip
     ready(x)
     _check_scoring(routing)
-    return MIXTURES(Mixture(x, scores, routing, experts, h, bias, shared, shared_gate))
+    return MIXTURES(MixtureCall(x, scores, routing, experts, h, bias, shared, shared_gate))
 
 
 def _check_scoring(routing: Routing) -> None:
     if routing.scoring == "sqrtsoftplus":
-        raise Declined("no kernel scores experts by the root of softplus")
+        raise Declined("no kernel supports 'sqrtsoftplus' scoring")
 
 
 def _check(x: Tensor, experts: Experts) -> None:
     ready(x)
-    if reason := not_served(experts):
+    if reason := unsupported(experts):
         raise Declined(reason)

@@ -1,33 +1,33 @@
-"""What the ops on experts ask of the kernels. A pair is a token and one of the experts that it goes to."""
+"""Arguments of the expert ops. A pair is a (token, expert) pair."""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
-from auraflux.ops.moe.cuda.stacks import NOTHING, Added
+from auraflux.ops.moe.cuda.stacks import NO_EPILOGUE, Epilogue
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.routing import Routing
 
 
-class Choice(NamedTuple):
-    """`route`: what it is called with."""
+class RouteCall(NamedTuple):
+    """Arguments of `route`."""
 
     logits: Tensor
     routing: Routing
     bias: Tensor | None
 
 
-class Pairs:
-    """Tokens through the experts that are given for them.
+class ExpertCall:
+    """Tokens and their routed experts.
 
-    x        [T, H]
-    ids      [T, k]
-    weights  [T, k]     of the pairs' results in a token's sum; None where there is no sum
-    parts    [T, k, H]  where the results of pairs are wanted; None where their sums are
-    added    what is added to the sums
+    x         [T, H]
+    ids       [T, k]
+    weights   [T, k]     of a token's expert outputs; None where they are not summed
+    parts     [T, k, H]  output of each pair; None where only their sum is needed
+    epilogue  added to the sums
     """
 
-    __slots__ = ("added", "experts", "ids", "k", "pairs", "parts", "tokens", "weights", "x")
+    __slots__ = ("epilogue", "experts", "ids", "k", "pairs", "parts", "tokens", "weights", "x")
 
     def __init__(
         self,
@@ -37,16 +37,16 @@ class Pairs:
         *,
         weights: Tensor | None = None,
         parts: Tensor | None = None,
-        added: Added = NOTHING,
+        epilogue: Epilogue = NO_EPILOGUE,
     ):
         self.x, self.ids, self.experts = x, ids, experts
-        self.weights, self.parts, self.added = weights, parts, added
+        self.weights, self.parts, self.epilogue = weights, parts, epilogue
         self.tokens, self.k = ids.shape
         self.pairs = self.tokens * self.k
 
 
-class Mixture:
-    """`mixture`: what it is called with."""
+class MixtureCall:
+    """Arguments of `mixture`."""
 
     __slots__ = ("bias", "experts", "h", "k", "pairs", "routing", "scores", "shared", "shared_gate", "tokens", "x")
 

@@ -1,7 +1,7 @@
-"""What both kinds of expert kernels share: how stacks are passed to them, and what lies between up and down.
+"""Code shared by the expert kernels: kernel arguments of weight stacks, activations, and the weighted sum over slots.
 
-A stack is passed as `Passed`; a dense one (`BITS` 0) has the same tensor for codes, scales and biases. Experts need not lie
-side by side in memory, see `Experts`.
+A stack is passed as `StackArgs`; a dense one (`BITS` 0) has the same tensor for codes, scales and biases. Experts need not be
+adjacent in memory, see `Experts`.
 """
 
 from typing import NamedTuple
@@ -12,26 +12,27 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from auraflux.ops.hopper.codes import Codes, constants, operands
-from auraflux.ops.hopper.device import FLOATS
-from auraflux.ops.hopper.elementwise import gelu, sigmoid, silu
-from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.sizes import cdiv, once_for_each, power_of_two
+from auraflux.ops.gpu.blocks.codes import Codes, constants, operands
+from auraflux.ops.gpu.blocks.elementwise import gelu, sigmoid, silu
+from auraflux.ops.gpu.device import FLOATS
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cached_per_weight, cdiv, power_of_two
 from auraflux.ops.moe.experts import Clamp, Experts, Gelu, Limit, ReluSquare, SharedExpert, Stack
 from auraflux.ops.moe.routing import Routing
 from auraflux.quant import QTensor
 
-SUMMED = 512  # elements a program sums, twice as many where there are more than FEW_SUMMED tokens
+SUMMED = 512  # elements a program sums, doubled above FEW_SUMMED tokens
 FEW_SUMMED = 128
 
 
-class Passed(NamedTuple):
-    """A stack as kernels take it.
+class StackArgs(NamedTuple):
+    """Kernel arguments of a stack.
 
     packed, scales, biases  of its codes
-    step, scale_step        from one expert to the next, in codes and in scales
+    step, scale_step        strides between experts, in codes and in scales
 
-    Kernels ask whether there is a shared expert's; Triton 3.6 cannot compare a tuple that holds None with None.
+    A bias is separate (`BiasedStackArgs`): kernels test whether a shared expert is given, and Triton 3.6 cannot compare a tuple
+    that holds None with None.
     """
 
     packed: Tensor
@@ -41,8 +42,8 @@ class Passed(NamedTuple):
     scale_step: int
 
 
-class Biased(NamedTuple):
-    """The same, and a bias [experts, rows] that is added to the products."""
+class BiasedStackArgs(NamedTuple):
+    """`StackArgs` with a bias [experts, rows] added to the products."""
 
     packed: Tensor
     scales: Tensor
@@ -52,20 +53,37 @@ class Biased(NamedTuple):
     bias: Tensor | None
 
 
-class Added(NamedTuple):
-    """What is added to a token's sum: the residual stream, and a shared expert's result, times its gate."""
+class Epilogue(NamedTuple):
+    """Terms added to a token's sum: the residual stream, and the shared expert's output times its gate."""
 
     residual: Tensor | None = None
-    beside: Tensor | None = None
+    shared: Tensor | None = None
     gate: Tensor | None = None
 
 
-NOTHING = Added()
+NO_EPILOGUE = Epilogue()
+
+
+class SumShape(NamedTuple):
+    """Compile-time settings of `sum_slots`.
+
+    k, scoring, renormalize  see `Routing`; no scoring where weights are given
+    experts                  rounded up to a power of two
+    block                    elements of a program
+    early                    only `parts` are written by the preceding kernel; everything before it is complete
+    """
+
+    k: int
+    scoring: str
+    renormalize: bool
+    experts: int
+    block: int
+    early: bool
 
 
 @triton.jit
 def activate(gate, up, alpha, limit, KIND: tl.constexpr):
-    """silu(gate) * up, its two clamped forms, the tanh form of gelu(gate) * up, or relu(up) ** 2."""
+    """Return silu(gate) * up, one of its two clamped forms, tanh-approximated gelu(gate) * up, or relu(up) ** 2."""
     if KIND == "clamped":
         gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
@@ -91,16 +109,16 @@ def add_bias(total, bias, at, there):
 
 
 @triton.jit
-def _shares(
+def _slot_weights(
     scores, ids, experts, scale,
     K: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """What a token's slots weigh by the scores that they were chosen by."""
+    """Return the weights of a token's slots from their router scores."""
     place, shares, total = tl.arange(0, BE), (), 0.0
     if SCORING == "softmax":
         every = tl.load(scores + place, mask=place < experts, other=float("-inf")).to(tl.float32)
         top = tl.max(every, 0)
-        whole = tl.sum(tl.exp(every - top), 0)
+        denominator = tl.sum(tl.exp(every - top), 0)
     for slot in tl.static_range(K):
         score = tl.load(scores + tl.load(ids + slot)).to(tl.float32)
         if SCORING == "chosen" and slot == 0:
@@ -108,7 +126,7 @@ def _shares(
             top = score
         share = sigmoid(score) if SCORING == "sigmoid" else tl.exp(score - top)
         if SCORING == "softmax":
-            share /= whole
+            share /= denominator
         total += share
         shares += (share,)  # type: ignore[assignment]
     factor = scale
@@ -122,23 +140,24 @@ def _shares(
 
 @triton.jit
 def sum_slots(
-    parts, spots, ids, weights, scores, added, out, experts, hidden, scale,
-    K: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    parts, spots, ids, weights, scores, epilogue, out, experts, hidden, scale, SHAPE: tl.constexpr
 ):  # fmt: skip
-    """A token's weighted sum, in the order of its slots; NaN where an expert is not there, if `ids` are given.
+    """Sum a token's expert outputs in slot order; NaN where an expert does not exist, if `ids` are given.
 
-    Parts lie pair by pair, or, if `spots` are given, each pair's in the row that is its spot. Weights are given, or follow from
-    `scores`. What is added to the sum is added to it rounded, as `combine` would find it.
-
-    EARLY  only the parts are made by the kernel before, and all that comes before it is complete
+    Parts are stored pair by pair, or, if `spots` are given, each pair's in the row of its spot. Weights are given, or computed
+    from `scores`. The sum is rounded before the epilogue, as in `combine`.
     """
+    K: tl.constexpr = SHAPE.k
+    SCORING: tl.constexpr = SHAPE.scoring
+    RENORMALIZE: tl.constexpr = SHAPE.renormalize
+    PADDED: tl.constexpr = SHAPE.experts
+    BLOCK: tl.constexpr = SHAPE.block
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, at = column < hidden, token * hidden + column
     shares, known = (), ()
     if weights is None:
-        shares = _shares(scores + token * experts, ids + token * K, experts, scale, K, SCORING, RENORMALIZE, BE)
+        shares = _slot_weights(scores + token * experts, ids + token * K, experts, scale, K, SCORING, RENORMALIZE, PADDED)
     else:
         for slot in tl.static_range(K):
             shares += (tl.load(weights + token * K + slot),)  # type: ignore[assignment]
@@ -147,13 +166,13 @@ def sum_slots(
         if ids is not None:
             expert = tl.load(ids + token * K + slot)
         known += (expert,)  # type: ignore[assignment]
-    if added.residual is not None:
-        kept = tl.load(added.residual + at, mask=inside, other=0.0).to(tl.float32)
-        if added.beside is not None:
-            more = tl.load(added.beside + at, mask=inside, other=0.0).to(tl.float32)
-            if added.gate is not None:
-                more *= sigmoid(tl.load(added.gate + token).to(tl.float32))
-    if EARLY:
+    if epilogue.residual is not None:
+        residual = tl.load(epilogue.residual + at, mask=inside, other=0.0).to(tl.float32)
+        if epilogue.shared is not None:
+            more = tl.load(epilogue.shared + at, mask=inside, other=0.0).to(tl.float32)
+            if epilogue.gate is not None:
+                more *= sigmoid(tl.load(epilogue.gate + token).to(tl.float32))
+    if SHAPE.early:
         gdc_wait()
         gdc_launch_dependents()
     total = tl.zeros([BLOCK], tl.float32)
@@ -164,87 +183,103 @@ def sum_slots(
         row = token * K + slot if spots is None else tl.load(spots + token * K + slot).to(tl.int64)
         part = tl.load(parts + row * hidden + column, mask=there, other=float("nan"))
         total = tl.fma(part.to(tl.float32), shares[slot] + tl.zeros_like(total), total)
-    if added.residual is not None:
-        total = total.to(out.dtype.element_ty).to(tl.float32) + kept
-        if added.beside is not None:
+    if epilogue.residual is not None:
+        total = total.to(out.dtype.element_ty).to(tl.float32) + residual
+        if epilogue.shared is not None:
             total += more
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 def summed(
     parts: Tensor, spots: Tensor | None, ids: Tensor | None, weights: Tensor, experts: int, dtype: torch.dtype,
-    added: Added = NOTHING, early: bool = False,
+    epilogue: Epilogue = NO_EPILOGUE, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The weighted sum of each token's parts, and what is added to it.
+    """Return each token's weighted sum of parts plus the epilogue.
 
-    early  parts were made by `persistent`
+    early  parts were written by `persistent`
     """
     (tokens, k), hidden = weights.shape, parts.shape[-1]
     out = torch.empty(tokens, hidden, dtype=dtype, device=parts.device)
     size = SUMMED if tokens <= FEW_SUMMED else 2 * SUMMED
     launch(sum_slots, (tokens, cdiv(hidden, size)))(
-        parts, spots, ids, weights, None, added, out, experts, hidden, 1.0, k, "", False, 1, size, early, launch_pdl=early
+        parts,
+        spots,
+        ids,
+        weights,
+        None,
+        epilogue,
+        out,
+        experts,
+        hidden,
+        1.0,
+        SumShape(k, "", False, 1, size, early),
+        launch_pdl=early,
     )
     return out
 
 
 def summed_by_scores(
-    parts: Tensor, ids: Tensor, scores: Tensor, routing: Routing, dtype: torch.dtype, added: Added
+    parts: Tensor, ids: Tensor, scores: Tensor, routing: Routing, dtype: torch.dtype, epilogue: Epilogue
 ) -> Tensor:  # fmt: skip
-    """The same of parts that `persistent` made, weighted by the scores that experts were chosen by."""
+    """Return `summed` of parts written by `persistent`, weighted by the scores that selected the experts."""
     (tokens, k), experts, hidden = ids.shape, scores.shape[1], parts.shape[-1]
     out = torch.empty(tokens, hidden, dtype=dtype, device=parts.device)
     launch(sum_slots, (tokens, cdiv(hidden, SUMMED)))(
-        parts, None, ids, None, scores, added, out, experts, hidden, float(routing.scale), k, routing.scoring,
-        routing.renormalize, power_of_two(experts), SUMMED, True, launch_pdl=True,
+        parts, None, ids, None, scores, epilogue, out, experts, hidden, float(routing.scale),
+        SumShape(k, routing.scoring, routing.renormalize, power_of_two(experts), SUMMED, True), launch_pdl=True,
     )  # fmt: skip
     return out
 
 
-@once_for_each
-def not_served(experts: Experts) -> str | None:
-    """Why no kernel reads these experts."""
+@cached_per_weight
+def unsupported(experts: Experts) -> str | None:
+    """Return why no kernel supports these experts."""
     for stack in experts.stacks:
         if isinstance(stack, QTensor):
             if stack.lanes != 1:
-                return f"{stack.lanes} rows of the weight lie side by side, which is the CPU's order"
+                return f"{stack.lanes} weight rows are interleaved, which is the CPU layout"
         elif stack.dtype not in FLOATS:
             return f"experts of {stack.dtype}"
         if not stack[0].is_contiguous():
             return "the arrays of one expert are not contiguous"
-    return "gate and up are held in different formats" if form(experts.stacks[0]) != form(experts.up) else None
+    return "gate and up have different formats" if form(experts.stacks[0]) != form(experts.up) else None
 
 
 def form(stack: Stack) -> dict[str, int | str]:
     return constants(stack) if isinstance(stack, QTensor) else {"BITS": 0, "GROUP": 1, "FORM": ""}
 
 
-def passed(stack: Stack) -> Passed:
-    """A stack, or a shared expert's weight, whose steps are not read."""
+def stack_args(stack: Stack) -> StackArgs:
+    """Return the kernel arguments of a stack, or of a shared expert's weight, whose strides are unused."""
     packed, scales, biases = operands(stack) if isinstance(stack, QTensor) else Codes(stack, stack, stack)
-    assert biases is not None  # something stands in for them
-    return Passed(packed, scales, biases, packed.stride(0), scales.stride(0))
+    assert biases is not None  # a placeholder at least
+    return StackArgs(packed, scales, biases, packed.stride(0), scales.stride(0))
 
 
-def biased(stack: Stack, bias: Tensor | None) -> Biased:
-    return Biased(*passed(stack), None if bias is None else bias.contiguous())
+def shared_args(shared: SharedExpert | None) -> tuple[StackArgs | None, ...]:
+    """Return the kernel arguments of a shared expert's gate, up and down; three times None without one."""
+    return (None,) * 3 if shared is None else tuple(map(stack_args, (gate_of(shared), shared.up, shared.down)))
+
+
+def biased_stack_args(stack: Stack, bias: Tensor | None) -> BiasedStackArgs:
+    return BiasedStackArgs(*stack_args(stack), None if bias is None else bias.contiguous())
 
 
 @triton.jit
 def of_expert(stack, expert, FORM: tl.constexpr):
-    """The codes of one expert's matrix; what stands in for biases is everybody's."""
+    """Return the codes of one expert's matrix; placeholder biases are shared by all experts."""
     at = expert * stack.scale_step
     biases = stack.biases + at if FORM == "affine" else stack.biases
     return Codes(stack.packed + expert * stack.step, stack.scales + at, biases)
 
 
 def gate_of(experts: Experts | SharedExpert) -> Stack:
-    """The gate, or what stands in its place and is not read where there is none."""
+    """Return the gate, or up as an unused placeholder where there is none."""
     return experts.up if experts.gate is None else experts.gate
 
 
 def activation_of(experts: Experts) -> tuple[float, float, str]:
-    """What `activate` takes: alpha, limit and kind."""
+    """Return alpha, limit and kind for `activate`."""
     match experts.activation:
         case Clamp(alpha, limit):
             return alpha, limit, "clamped"

@@ -1,142 +1,215 @@
-"""Attention on coded latents: a block of positions is looked up once, and serves the heads of many queries as a small product.
+"""Attention on quantized latents (MLA), and sparse token selection (DSA) by quantized keys.
 
-The panels are those of attention on plain latents (`attention.cpu.prefill`); only how a block comes to scratch memory differs.
-Positions that are kept as they are make blocks of their own, after the codes of their part.
+A block of positions is dequantized once, and serves the heads of many queries as a small product. The panels are those of
+attention on full-precision latents (`attention.cpu.mla_panels`); only how a block gets to scratch memory differs. Sink tokens
+and recent window are blocks of their own, after the codes of their part.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
-import numpy as np
+from torch import Tensor
 
-from auraflux.ops.attention.cpu.decode_tiles import widen_row
-from auraflux.ops.attention.cpu.jobs import (
-    FIELDS,
+from auraflux.ops.attention.cpu.dtypes import widen_row
+from auraflux.ops.attention.cpu.launch_args import flatten, read_args
+from auraflux.ops.attention.cpu.mla_panels import (
+    BLOCK,
+    Rows,
+    attend_block,
+    begin,
+    keys_for,
+    lay_out,
+    lay_queries,
+    rows_for,
+    store_rows,
+)
+from auraflux.ops.attention.cpu.page_index import PageIndex, index_of, place_of
+from auraflux.ops.attention.cpu.panel_tiles import TALL
+from auraflux.ops.attention.cpu.token_selection import BLOCK as SCORED
+from auraflux.ops.attention.cpu.token_selection import (
+    IndexerQueries,
+    ScoredTokens,
+    row_of,
+    score_key,
+    select,
+    transpose_queries,
+)
+from auraflux.ops.attention.cpu.work_items import (
+    Batch,
+    Plan,
     end_part,
     ends_of,
     finish,
     open_rows,
-    opened,
     skip_part,
     slot_of,
     span,
     take,
 )
-from auraflux.ops.attention.cpu.prefill import BLOCK, Rows, attend_block, begin, hand_over, keys_for, lay_out, rows_for, turn
-from auraflux.ops.attention.cpu.prefill_tiles import TALL
-from auraflux.ops.simd.jit import Kernel, arguments, floats, int32s, jit, real
+from auraflux.ops.attention.reference_token_selection import TokenSelection
+from auraflux.ops.simd.jit import Kernel, as_float, floats, jit
 from auraflux.ops.simd.softmax import ZERO, fill
-from auraflux.ops.turboquant.cpu.codec import unpack_row
-from auraflux.ops.turboquant.cpu.kept_rows import Kept, size_of
+from auraflux.ops.turboquant.cpu.codec import levels_for
+from auraflux.ops.turboquant.cpu.dequantize import unpack_row
+from auraflux.ops.turboquant.cpu.full_precision import FullPrecision, size_of
+from auraflux.ops.turboquant.cpu.work_items import StoredRows
+from auraflux.ops.turboquant.pages import RowCodes
 
 
-class Codes(NamedTuple):
-    """What codes need besides the words themselves: addresses of norms and levels, and the bits of a code."""
+class LatentFormat(NamedTuple):
+    """Quantization of latents: addresses of norms and codebook, and the bits of a code."""
 
     norms: int
     book: int
     bits: int
 
 
-CODES_AT = 8 * FIELDS
-OLDEST_AT = CODES_AT + 8 * len(Codes._fields)
-NEWEST_AT = OLDEST_AT + 8 * len(Kept._fields)
+class LatentArgs(NamedTuple):
+    """The launch arguments of attention on quantized latents."""
+
+    batch: Batch
+    plan: Plan
+    codes: LatentFormat
+    sinks: FullPrecision
+    recent: FullPrecision
 
 
 @jit
-def _look_up(keys, codes, first, count, desk):
-    """Lay the rotated latents of some positions out, and their rotated keys after them; rows of the last tile are zero."""
-    words, step = (keys.width_a * codes.bits + 31) // 32, 4 * desk.key_stride
+def _dequantize(keys, codes, first, count, buffers):
+    """Dequantize the latents of some positions, each followed by its RoPE key; pad the last tile with zero rows."""
+    words, step = (keys.width_a * codes.bits + 31) // 32, 4 * buffers.key_stride
     for j in range(count):
-        row, at = _row_of(keys.table, keys.page, first + j), desk.keys + j * step
-        # whole chunks are looked up: what falls behind the latent is written over
+        row, at = row_of(keys.table, keys.page, first + j), buffers.keys + j * step
+        # whole chunks are looked up: the key overwrites their end
         unpack_row(codes.bits, keys.a + 4 * row * words, keys.width_a, codes.book, at)
         latent, norm = floats(at, keys.width_a), floats(codes.norms + 4 * row, 1)[0]
         for d in range(keys.width_a):
             latent[d] *= norm
-        _add_key(keys, row, at, desk)
-    fill(desk.keys + count * step, TALL * desk.key_stride, ZERO)
+        _add_key(keys, row, at, buffers)
+    fill(buffers.keys + count * step, TALL * buffers.key_stride, ZERO)
 
 
 @jit
-def _widen(keys, kept, b, first, count, desk):
-    """The same of positions whose rotated latents are kept as they are."""
-    step, table = 4 * desk.key_stride, kept.table + 4 * b * kept.table_width
+def _widen(keys, pages, b, first, count, buffers):
+    """Widen the latents of some full-precision positions, each followed by its RoPE key; pad the last tile with zero rows."""
+    step, table = 4 * buffers.key_stride, pages.table + 4 * b * pages.table_width
     for j in range(count):
-        row, at = _row_of(table, kept.page, first + j), desk.keys + j * step
-        widen_row((kept.element, kept.k + row * keys.width_a * size_of(kept.element), keys.width_a, at))
-        _add_key(keys, _row_of(keys.table, keys.page, first + j), at, desk)
-    fill(desk.keys + count * step, TALL * desk.key_stride, ZERO)
+        row, at = row_of(table, pages.page, first + j), buffers.keys + j * step
+        widen_row((pages.element, pages.k + row * keys.width_a * size_of(pages.element), keys.width_a, at))
+        _add_key(keys, row_of(keys.table, keys.page, first + j), at, buffers)
+    fill(buffers.keys + count * step, TALL * buffers.key_stride, ZERO)
 
 
 @jit
-def _row_of(table, page, position):
-    number = position // page
-    return np.int64(int32s(table, number + 1)[number]) * page + position % page
-
-
-@jit
-def _add_key(keys, row, at, desk):
-    """Lay a rotated key out after its latent, and zeros after both."""
+def _add_key(keys, row, at, buffers):
+    """Write a RoPE key after its latent, and zeros after both."""
     source, size = keys.b + row * keys.width_b * size_of(keys.element), keys.width_a + keys.width_b
     widen_row((keys.element, source, keys.width_b, at + 4 * keys.width_a))
-    fill(at + 4 * size, desk.key_stride - size, ZERO)
+    fill(at + 4 * size, buffers.key_stride - size, ZERO)
 
 
 @jit
-def _standing(rows, back, reach):
-    """The same queries, as if they stood so many positions before their own and saw so far back from there."""
+def _moved_back(rows, back, reach):
+    """Return the same queries, moved `back` positions and seeing `reach` positions before that."""
     q, heads = (rows.q, rows.q2, rows.width, rows.width2), (rows.heads, rows.head, rows.group)
     return Rows(*q, *heads, rows.position - back, rows.first, rows.size, reach)
 
 
 @jit
-def _attend_kept(rows, keys, kept, b, first, last, desk):
+def _attend_full_precision(rows, keys, pages, b, first, last, buffers):
     for base in range(first // BLOCK * BLOCK, last, BLOCK):
         origin = max(base, first)
         count = min(base + BLOCK, last) - origin
-        _widen(keys, kept, b, origin, count, desk)
-        attend_block(rows, desk, keys.width_a, origin, count, ZERO)
+        _widen(keys, pages, b, origin, count, buffers)
+        attend_block(rows, buffers, keys.width_a, origin, count, ZERO)
 
 
 @jit
-def _attend_part(rows, keys, codes, oldest, newest, b, first, last, desk):
-    """Attend to positions [first, last) of a part: to codes, then to the first positions, then to the newest."""
+def _attend_part(args, rows, keys, b, first, last, buffers):
+    """Attend to positions [first, last) of a part: to codes, then to sink tokens, then to the recent window."""
+    sinks, recent = args.sinks, args.recent
     near, far = rows.position + rows.first // rows.group, rows.position + (rows.first + rows.size - 1) // rows.group
-    coded, end = _standing(rows, newest.positions, rows.reach), min(last, far + 1 - newest.positions)
-    start = max(first, oldest.positions)
+    coded, end = _moved_back(rows, recent.positions, rows.reach), min(last, far + 1 - recent.positions)
+    start = max(first, sinks.positions)
     for base in range(start // BLOCK * BLOCK, end, BLOCK):
         origin = max(base, start)
         count = min(base + BLOCK, end) - origin
-        _look_up(keys, codes, origin, count, desk)
-        attend_block(coded, desk, keys.width_a, origin, count, ZERO)
-    _attend_kept(rows, keys, oldest, b, first, min(oldest.positions, last), desk)
-    if newest.positions:
-        reach = newest.positions - 1
-        _attend_kept(_standing(rows, 0, reach), keys, newest, b, max(start, near - reach), last, desk)
+        _dequantize(keys, args.codes, origin, count, buffers)
+        attend_block(coded, buffers, keys.width_a, origin, count, ZERO)
+    _attend_full_precision(rows, keys, sinks, b, first, min(sinks.positions, last), buffers)
+    if recent.positions:
+        reach = recent.positions - 1
+        _attend_full_precision(_moved_back(rows, 0, reach), keys, recent, b, max(start, near - reach), last, buffers)
 
 
 @Kernel
-def attend_codes(args, job, jobs):
-    """Attend with rotated queries to coded latents, and to those that are kept as they are; the results are still rotated."""
-    batch, plan = opened(args)
-    codes = Codes(*arguments(args + CODES_AT, 3))
-    oldest, newest = Kept(*arguments(args + OLDEST_AT, 7)), Kept(*arguments(args + NEWEST_AT, 7))
+def attend_latents(args_at, job, jobs):
+    """Attend with rotated queries to quantized and full-precision latents; the results stay rotated."""
+    args = read_args(LatentArgs, args_at)
+    batch, plan = args.batch, args.plan
     item = take(batch, plan, job, 0)
     while item.sequence >= 0:
         where = span(batch, plan, item)
         rows, keys = rows_for(batch, item, where), keys_for(batch, item)
-        desk = lay_out(rows, keys.width_a, keys.width_b, keys.joined, batch.value_width, plan.space + job * plan.nbytes)
-        turn(rows, real(batch.scale), desk)
+        buffers = lay_out(rows, keys.width_a, keys.width_b, keys.joined, batch.value_width, plan.space + job * plan.nbytes)
+        lay_queries(rows, batch.scale, buffers.queries)
         open_rows(batch, plan, item, where, job)
         for part in range(where.begin, where.stop):
             first, last = ends_of(where, part)
             if first >= last:
                 skip_part(batch, plan, item, where, part)
                 continue
-            begin(rows, desk)
-            _attend_part(rows, keys, codes, oldest, newest, item.sequence, first, last, desk)
+            begin(rows, buffers)
+            _attend_part(args, rows, keys, item.sequence, first, last, buffers)
             slot = slot_of(batch, plan, item, where, part)
-            hand_over(rows.size, batch.value_width, desk, slot)
+            store_rows(rows.size, batch.value_width, buffers, slot)
             end_part(batch, plan, item, where, job, slot)
         finish(batch, plan, item, where, job)
         item = take(batch, plan, job, item.sequence)
+
+
+class ScoreArgs(NamedTuple):
+    """The launch arguments of scoring quantized keys."""
+
+    queries: IndexerQueries
+    keys: StoredRows
+    pages: PageIndex
+    tokens: ScoredTokens
+
+
+@Kernel
+def _score_codes(args_at, job, jobs):
+    """Score quantized keys for some tokens; a key is dequantized where `token_selection` widens one."""
+    args = read_args(ScoreArgs, args_at)
+    queries, keys, index, tokens = args.queries, args.keys, args.pages, args.tokens
+    heads, width, transposed = queries.heads, queries.width, tokens.space + job * tokens.nbytes
+    sums, key = transposed + 4 * heads * width, transposed + 4 * heads * (width + 1)
+    blocks, laid, words = (tokens.capacity + SCORED - 1) // SCORED, -1, (width * keys.bits + 31) // 32
+    for item in range(job, tokens.size * blocks, jobs):
+        token, begin = tokens.first + item // blocks, item % blocks * SCORED
+        b, own = place_of(token, index.lengths, index.starts, index.sequences)
+        if begin > own:
+            continue
+        if token != laid:
+            transpose_queries(queries.q + 4 * token * heads * width, heads, width, transposed)
+            laid = token
+        scores = floats(tokens.scores + 4 * (token - tokens.first) * tokens.capacity, tokens.capacity)
+        for position in range(begin, min(begin + SCORED, own + 1)):
+            row = row_of(index.table + 4 * b * index.table_width, index.page, position)
+            unpack_row(keys.bits, keys.codes + 4 * row * words, width, keys.book, key)
+            # a norm is not negative, so it may wait for the sum over heads
+            found = score_key(key, transposed, queries.weights + 4 * token * heads, heads, width, sums)
+            scores[position] = found * floats(keys.norms + 4 * row, 1)[0]
+
+
+def select_tokens(rotated: Tensor, weights: Tensor, pages: RowCodes, starts: Tensor, most: int) -> TokenSelection:
+    """Select the `most` best positions of each token with rotated queries in float32."""
+    shares, any_kind = as_float(weights), cast(Any, pages)
+    queries = IndexerQueries(rotated.data_ptr(), shares.data_ptr(), *rotated.shape[1:])
+    book = levels_for(pages.bits, pages.width, None).book
+    keys = StoredRows(pages.codes.data_ptr(), pages.norms.data_ptr(), book, pages.bits)
+    index = index_of(pages, starts)
+
+    def score(jobs: int, tokens: ScoredTokens) -> None:
+        _score_codes(jobs, *flatten(ScoreArgs(queries, keys, index, tokens)))
+
+    return select(rotated, any_kind, starts, most, score)

@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from auraflux.ops.simd.isa import ISA
-from auraflux.ops.simd.jit import jit
+from auraflux.ops.simd.jit import doubles, floats, int32s, int64s, jit, strict
 from auraflux.ops.simd.vectors import F32, I8, I32, I64, at, call, kernel, load, pick, splat, spread, store, variable, vector
 from auraflux.ops.turboquant.codebook import normal_levels
 
@@ -30,6 +30,7 @@ BYTE_PAIRS, NIBBLES = 0x00FF00FF, 0x0F0F0F0F
 PLACES = (0, 2, 1, 3, 4, 6, 5, 7)
 NOTHING = np.iinfo(np.int32).max  # as a boundary: none
 PERMUTE = "llvm.x86.avx512.permvar.si.512"
+LOWEST = np.float32(-np.inf)
 
 
 @cache
@@ -62,7 +63,7 @@ def search_table(bits: int, width: int) -> np.ndarray:
 
 
 def _cells(middles):
-    """Cells per unit, and for each cell its boundary as an integer and how many boundaries lie in cells before."""
+    """Return cells per unit, and for each cell its boundary as an integer and how many boundaries lie in cells before."""
     scale = np.float32(1.01) / np.diff(middles).min()
     cell = (middles * scale).astype(np.int32)
     table = np.full((cell[-1] + 2, 2), NOTHING, np.int32)
@@ -72,14 +73,14 @@ def _cells(middles):
 
 
 def _sizes(b, bits_of_y):
-    """The bits of sizes, one more below zero; and all ones where the sign is not positive."""
+    """Return the bits of sizes, one more below zero; and all ones where the sign is not positive."""
     size = b.and_(bits_of_y, splat(ISA.ints, 0x7FFFFFFF))
     compared = b.sub(size, b.ashr(bits_of_y, splat(ISA.ints, 31)))
     return size, compared, b.sext(b.icmp_signed("<=", bits_of_y, splat(ISA.ints, 0)), ISA.ints)
 
 
 def _joined(b, parts):
-    """One vector of several."""
+    """Concatenate vectors."""
     while len(parts) > 1:
         n = 2 * parts[0].type.count
         parts = [pick(b, x, y, list(range(n))) for x, y in zip(parts[::2], parts[1::2], strict=True)]
@@ -127,7 +128,7 @@ def _add_counts(b, even, odd):
 
 
 def _held_cells(b, tables):
-    """What finds cells, and their boundaries, where sixteen fit in a register."""
+    """Load the scale and the boundaries of cells, where sixteen fit in a register."""
     scale, last = (spread(b, load(b, tables, offset, F32), LANES) for offset in (96, 100))
     return scale, last, load(b, tables, 104, ISA.ints), load(b, tables, 168, ISA.ints)
 
@@ -235,3 +236,72 @@ def quantize_chunks(bits, y, chunks, tables, words, total):
             _many((6, source, count, tables, target, total))
         else:
             _many((8, source, count, tables, target, total))
+
+
+@strict
+def _renumber(words, width, bits, order):
+    """Replace the ranks of levels in a packed row by their codes."""
+    held, filled, source, target = np.uint64(0), 0, 0, 0
+    old, left, mask = np.uint64(0), 0, np.uint64((1 << bits) - 1)
+    for _ in range(width):
+        if left < bits:
+            old |= np.uint64(np.uint32(words[source])) << np.uint64(left)
+            source, left = source + 1, left + 32
+        held |= np.uint64(order[np.int64(old & mask)]) << np.uint64(filled)
+        old, left, filled = old >> np.uint64(bits), left - bits, filled + bits
+        if filled >= 32:
+            words[target] = np.int32(held & np.uint64(0xFFFFFFFF))
+            held, filled, target = held >> np.uint64(32), filled - 32, target + 1
+    if filled > 0:
+        words[target] = np.int32(held & np.uint64(0xFFFFFFFF))
+
+
+@strict
+def _quantize_by_halves(y_at, width, bits, levels, words):
+    """Write the codes of any levels, found by halving their range; give the sum of squares of these."""
+    y, middles, book = floats(y_at, width), floats(levels.search, (1 << bits) - 1), floats(levels.book, 1 << bits)
+    held, filled, target, total = np.uint64(0), 0, 0, 0.0
+    for d in range(width):
+        code, step = 0, 1 << (bits - 1)
+        while step:
+            # not a number has the last code
+            if not y[d] <= middles[code + step - 1]:
+                code += step
+            step >>= 1
+        level = np.float64(book[code])
+        total += level * level
+        held |= np.uint64(code) << np.uint64(filled)
+        filled += bits
+        if filled >= 32:
+            words[target] = np.int32(held & np.uint64(0xFFFFFFFF))
+            held, filled, target = held >> np.uint64(32), filled - 32, target + 1
+    if filled > 0:
+        words[target] = np.int32(held & np.uint64(0xFFFFFFFF))
+    return total
+
+
+@strict
+def quantize_row(y_at, width, bits, levels, codes, total_at, words):
+    """Write the codes nearest to a rotated row, which has room for whole chunks, and the sum of squares of their levels.
+
+    words  memory for those of a chunk
+    """
+    whole, left = width // CHUNK, width % CHUNK
+    total = doubles(total_at, 1)
+    total[0] = 0.0
+    if levels.order == 0:
+        total[0] = _quantize_by_halves(y_at, width, bits, levels, int32s(codes, (width * bits + 31) // 32))
+        return
+    quantize_chunks(bits, y_at, whole, levels.search, codes, total_at)
+    if left:
+        rest = floats(y_at + 4 * whole * CHUNK, CHUNK)
+        for i in range(left, CHUNK):
+            rest[i] = LOWEST
+        quantize_chunks(bits, y_at + 4 * whole * CHUNK, 1, levels.search, words, total_at)
+        lowest = np.float64(floats(levels.book, 1 << bits)[int64s(levels.order, 1)[0]])
+        total[0] -= (CHUNK - left) * lowest * lowest
+        source, target = int32s(words, bits), int32s(codes + 4 * bits * whole, bits)
+        for i in range((left * bits + 31) // 32):
+            target[i] = source[i]
+    if not levels.ordered:
+        _renumber(int32s(codes, (width * bits + 31) // 32), width, bits, int64s(levels.order, 1 << bits))

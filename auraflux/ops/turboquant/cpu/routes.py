@@ -1,6 +1,7 @@
-"""Which kernel attends to codes on a CPU: the first below that does not refuse.
+"""The kernel that attends to codes on a CPU: the first below that does not refuse.
 
-Codes are met in int8 unless exact products are wanted, however many tokens are new: a token's result does not depend on that.
+Codes are multiplied in int8 unless exact products are wanted, however many tokens are new: a token's result does not depend on
+that.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from auraflux.ops.turboquant.pages import CodePages
 
 
 class Attend(NamedTuple):
-    """What the choice depends on.
+    """Arguments that decide the route.
 
     tokens  new ones, of all sequences
     """
@@ -25,7 +26,7 @@ class Attend(NamedTuple):
 
 
 def not_rows(pages: CodePages) -> str | None:
-    """Why no kernel here reads pages."""
+    """Return why no kernel here reads pages, or None."""
     if pages.arrangement is Arrangement.ROWS:
         return None
     return f"values in {pages.arrangement.value}, an order for GPUs"

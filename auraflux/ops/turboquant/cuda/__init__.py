@@ -1,14 +1,14 @@
-"""Codes on CUDA; `routes.py` says which kernel codes new tokens and attends to codes."""
+"""Quantized KV cache on CUDA; `routes.py` selects the kernels that encode new tokens and attend to codes."""
 
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops.hopper.device import ready
-from auraflux.ops.hopper.softmax import Parts
-from auraflux.ops.turboquant.codebook import Codebook, unusual
+from auraflux.ops.gpu.blocks.softmax import Partials
+from auraflux.ops.gpu.device import ready
+from auraflux.ops.turboquant.codebook import Codebook, explicit_codebook
 from auraflux.ops.turboquant.cuda.call import Append, Attend, AttendLatent, RopeAppend, RopeAppendLatent
-from auraflux.ops.turboquant.cuda.codec_launch import append_latent, decoded, encoded, rotated
-from auraflux.ops.turboquant.cuda.flash_codes_launch import attend_in_blocks, sum_values
+from auraflux.ops.turboquant.cuda.encode.codec_launch import append_latent, decoded, encoded, rotated
+from auraflux.ops.turboquant.cuda.prefill.flash_codes_launch import attend_in_blocks, sum_values
 from auraflux.ops.turboquant.cuda.routes import APPEND, ATTEND, ATTEND_LATENT, ROPE_APPEND, ROPE_APPEND_LATENT
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes
 
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 NARROWEST = 32
-SMALL, LARGE = 2.0**-4, 2.0**10  # the largest of all levels, times sqrt(D)
+SMALL, LARGE = 2.0**-4, 2.0**10  # limits of the largest level, times sqrt(D)
 
 
 def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
@@ -37,12 +37,12 @@ def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
 
 def encode(x: Tensor, bits: int, seed: int, levels: Codebook | None = None) -> tuple[Tensor, Tensor]:
     _check(x, x.shape[-1])
-    return encoded(x, bits, seed, unusual(levels, x.shape[-1]))
+    return encoded(x, bits, seed, explicit_codebook(levels, x.shape[-1]))
 
 
 def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int, levels: Codebook | None = None) -> Tensor:
     _check(codes, width)
-    return decoded(codes, norms, bits, width, seed, unusual(levels, width))
+    return decoded(codes, norms, bits, width, seed, explicit_codebook(levels, width))
 
 
 def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
@@ -86,7 +86,7 @@ def turboquant_values(
     levels: Codebook | None = None,
 ) -> Tensor:  # fmt: skip
     _check(weights, width)
-    return sum_values(weights, codes, norms, bits, width, threshold, unusual(levels, width))
+    return sum_values(weights, codes, norms, bits, width, threshold, explicit_codebook(levels, width))
 
 
 def turboquant_partials(
@@ -99,9 +99,9 @@ def turboquant_partials(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     threshold: float = 0.0,
-) -> Parts:
+) -> Partials:
     _check(q, pages.width)
-    _check_kept(pages)
+    _check_codes_only(pages)
     _check_size(pages.width, pages.key_book, pages.value_book)
     return attend_in_blocks(q, pages, starts, scale, block, window, sinks, softcap)
 
@@ -130,16 +130,16 @@ def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentC
 def _check(first: Tensor, width: int) -> None:
     ready(first)
     if width < NARROWEST:
-        raise Declined(f"rows of {width}, fewer than the {NARROWEST} codes that fill whole words at every number of bits")
+        raise Declined(f"rows are {width} wide; packed codes need at least {NARROWEST} to fill 32-bit words at every bit width")
 
 
-def _check_kept(pages: CodePages) -> None:
-    if pages.calibration is not None or pages.plain is not None:
-        raise Declined("keys are calibrated, or some positions are kept as they are")
+def _check_codes_only(pages: CodePages) -> None:
+    if pages.calibration is not None or pages.full_precision is not None:
+        raise Declined("keys are calibrated, or some tokens are stored in full precision")
 
 
 def _check_size(width: int, *books: Codebook | None) -> None:
-    """Decline levels that float16 would round away: kernels take them times sqrt(D)."""
+    """Decline levels outside the range of float16: kernels multiply them by sqrt(D)."""
     for book in books:
         if book is not None and not SMALL < book.largest * width**0.5 < LARGE:
-            raise Declined(f"levels of up to {book.largest:g} were given, too large or small for float16")
+            raise Declined(f"the largest level is {book.largest:g}, outside the range of float16")

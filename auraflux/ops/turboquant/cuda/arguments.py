@@ -1,21 +1,21 @@
-"""What kernels on codes take together: the codes of a pool with what they stand for, and the shape of its pages."""
+"""Structures that kernels take as one argument: packed codes with their levels, calibration, full-precision pages, shapes."""
 
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from auraflux.ops.hopper.sizes import power_of_two
+from auraflux.ops.gpu.sizes import power_of_two
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.calibration import Calibration
 from auraflux.ops.turboquant.pages import CodePages
 
 
-class Coded(NamedTuple):
-    """The coded vectors of a pool.
+class CodeTensors(NamedTuple):
+    """Quantized vectors of a page pool.
 
-    codes   packed words
-    norms   float32, one for each vector
-    levels  what codes stand for: a codebook to read them, `Levels` or `Places` to find them
+    codes   packed int32 words
+    norms   float32, one per vector
+    levels  a codebook to decode, `Levels` or `BucketTable` to encode
     """
 
     codes: Tensor
@@ -24,10 +24,13 @@ class Coded(NamedTuple):
 
 
 class CodeShape(NamedTuple):
-    """What kernels are compiled for: pages of `page` tokens, with heads of some width in codes of some bits.
+    """Page shape that kernels are compiled for.
 
-    pairs      values lie in pairs of tokens
-    sequences  the power of two that holds them
+    heads, width          key heads, channels of a head
+    key_bits, value_bits  quantization bits
+    page                  tokens per page
+    pairs                 codes of values are stored in pairs of tokens (`Arrangement.PAIRS`)
+    sequences             batch size, rounded up to a power of two
     """
 
     heads: int
@@ -39,8 +42,8 @@ class CodeShape(NamedTuple):
     sequences: int
 
 
-class Calibrated(NamedTuple):
-    """What the codes of keys leave out, see `Calibration`."""
+class CalibrationTensors(NamedTuple):
+    """Key calibration on the device: per-channel scale and mean, see `Calibration`."""
 
     scale: Tensor
     inverse: Tensor
@@ -49,61 +52,61 @@ class Calibrated(NamedTuple):
     table: Tensor
 
 
-class Plain(NamedTuple):
-    """Rows that are kept as they are, see `PlainPages`: the first positions' pages, and those of recent ones.
+class FullPrecisionPages(NamedTuple):
+    """Full-precision pages of the sink tokens and of the recent window.
 
-    Where one of the two is not kept, `KeptShape` says so, and its tensors are the other's.
+    Where one of the two is absent, its size in `FullPrecisionShape` is 0 and its tensors alias the other's.
     """
 
-    head_k: Tensor
-    head_v: Tensor
-    head_table: Tensor
-    head_pool: int
-    k: Tensor
-    v: Tensor
-    table: Tensor
-    width: int
-    pool: int
+    sink_k: Tensor
+    sink_v: Tensor
+    sink_table: Tensor
+    sink_pool: int
+    recent_k: Tensor
+    recent_v: Tensor
+    recent_table: Tensor
+    recent_width: int
+    recent_pool: int
 
 
-class KeptShape(NamedTuple):
-    """How many first and newest positions are kept as they are, and tokens of a page of those; all 0 where none are."""
+class FullPrecisionShape(NamedTuple):
+    """Full-precision sink tokens, recent window, and tokens per page of the window; all 0 where everything is quantized."""
 
-    first: int
-    newest: int
+    sink_tokens: int
+    recent_window: int
     page: int
 
 
-def calibrated_of(pages: CodePages) -> Calibrated | None:
+def calibration_tensors(pages: CodePages) -> CalibrationTensors | None:
     found: Calibration | None = pages.calibration
-    return None if found is None else Calibrated(found.scale, found.inverse, found.along, found.across, found.table)
+    return None if found is None else CalibrationTensors(found.scale, found.inverse, found.along, found.across, found.table)
 
 
-def plain_of(pages: CodePages) -> Plain | None:
-    plain = pages.plain
-    if plain is None or (one := plain.head or plain.recent) is None:
+def full_precision_pages(pages: CodePages) -> FullPrecisionPages | None:
+    stored = pages.full_precision
+    if stored is None or (one := stored.head or stored.recent) is None:
         return None
-    head, recent = plain.head or one, plain.recent or one
+    head, recent = stored.head or one, stored.recent or one
     recents = recent.k, recent.v, recent.table, recent.table.shape[1], recent.pool[0]
-    return Plain(head.k, head.v, head.table, head.pool[0], *recents)
+    return FullPrecisionPages(head.k, head.v, head.table, head.pool[0], *recents)
 
 
-def kept_of(pages: CodePages) -> KeptShape:
-    plain = pages.plain
-    if plain is None:
-        return KeptShape(0, 0, 0)
-    return KeptShape(plain.first, plain.newest, 0 if plain.recent is None else plain.recent.pool[1])
+def full_precision_shape(pages: CodePages) -> FullPrecisionShape:
+    stored = pages.full_precision
+    if stored is None:
+        return FullPrecisionShape(0, 0, 0)
+    return FullPrecisionShape(stored.sink_tokens, stored.recent_window, 0 if stored.recent is None else stored.recent.pool[1])
 
 
 def shape_of(pages: CodePages) -> CodeShape:
-    """Give the shape of pages of keys and values."""
+    """Return the shape of pages of keys and values."""
     bits, pairs = (pages.key_bits, pages.value_bits), pages.arrangement is Arrangement.PAIRS
     return CodeShape(pages.heads, pages.width, *bits, pages.pool[1], pairs, power_of_two(pages.table.shape[0]))
 
 
-def keys_of(pages: CodePages, levels: Any = None) -> Coded:
-    return Coded(pages.key_codes, pages.key_norms, levels)
+def keys_of(pages: CodePages, levels: Any = None) -> CodeTensors:
+    return CodeTensors(pages.key_codes, pages.key_norms, levels)
 
 
-def values_of(pages: CodePages, levels: Any = None) -> Coded:
-    return Coded(pages.value_codes, pages.value_norms, levels)
+def values_of(pages: CodePages, levels: Any = None) -> CodeTensors:
+    return CodeTensors(pages.value_codes, pages.value_norms, levels)

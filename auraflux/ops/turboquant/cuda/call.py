@@ -1,4 +1,4 @@
-"""What the ops on codes ask of the kernels, where there is a choice between some."""
+"""Arguments of the ops on codes, as the route tables receive them."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from auraflux.ops.turboquant.pages import CodePages, LatentCodes
 
 
 class Attend(NamedTuple):
-    """Queries [T, H, D] attend to coded keys and values."""
+    """Attention from queries [T, H, D] to quantized keys and values."""
 
     q: Tensor
     pages: CodePages
@@ -21,7 +21,7 @@ class Attend(NamedTuple):
 
 
 class AttendLatent(NamedTuple):
-    """Queries [T, H, C] and rotated ones [T, H, R] attend to coded latents."""
+    """Attention from queries [T, H, C] and their RoPE part [T, H, R] to quantized latents."""
 
     q: Tensor
     q_rope: Tensor
@@ -31,7 +31,7 @@ class AttendLatent(NamedTuple):
 
 
 class Append(NamedTuple):
-    """Keys and values [T, Hkv, D] are coded into their pages."""
+    """Keys and values [T, Hkv, D] to encode into their pages."""
 
     k: Tensor
     v: Tensor
@@ -40,7 +40,7 @@ class Append(NamedTuple):
 
 
 class RopeAppend(NamedTuple):
-    """Queries and keys are first normalised, where there are norms, and rotated by position."""
+    """Queries, keys and values of new tokens: RMS norm where norms are given, RoPE, then encode keys and values."""
 
     q: Tensor
     k: Tensor
@@ -56,9 +56,9 @@ class RopeAppend(NamedTuple):
 
 
 class RopeAppendLatent(NamedTuple):
-    """Latents [T, C] of kv [T, C + R] are normalised and coded, its keys and the ends of q [T, H * (nope + R)] rotated.
+    """New tokens of MLA: normalise and encode latents of kv [T, C + R], apply RoPE to its keys and to q [T, H * (nope + R)].
 
-    rotation  frequencies, positions, the rotation's scale, and whether neighbours are rotated together
+    rotation  inverse frequencies, positions, mscale, whether RoPE pairs are interleaved
     """
 
     q: Tensor

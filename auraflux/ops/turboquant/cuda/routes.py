@@ -1,10 +1,10 @@
-"""Which kernel codes new tokens and attends to codes on CUDA: of each table the first that does not refuse.
+"""Route tables of the CUDA kernels that encode new tokens and attend to codes: the first route that does not refuse runs.
 
-Decoding is bound by reading codes. Hopper has kernels of its own for values that lie in pairs and for latents of 4 and 8 bits;
-plain Triton reads everything else. For a prompt, keys and values are dequantized once, and `attention` reads those. New tokens
-that are few are rotated by position and coded in one launch; a prompt's are rotated first, and on Hopper coded 16 at a time.
+Decode attention is bound by memory bandwidth. Dedicated Hopper kernels serve values stored in pairs and latents of 4 and 8
+bits; portable Triton kernels serve everything else. Prefill dequantizes keys and values once and runs `attention` on them. Few
+new tokens get RoPE and encoding in one launch; prefill applies RoPE first, and Hopper encodes 16 tokens per warp.
 
-Inside `invariant` a prompt's tokens are coded and attended from as few are, each alone.
+Inside `invariant` prefill uses the kernels of decode, one token at a time, so that results are batch-invariant.
 """
 
 from typing import Any
@@ -15,33 +15,31 @@ from torch import Tensor
 from auraflux.ops._dispatch import is_exact, is_invariant
 from auraflux.ops.attention.cuda import attention, split_latent
 from auraflux.ops.attention.cuda.mla_rope_append import MOST_FUSED
-from auraflux.ops.hopper.device import interpreted, not_hopper
+from auraflux.ops.gpu.device import interpreted, not_hopper
 from auraflux.ops.norm.cuda import rms_norm
 from auraflux.ops.rope.cuda import norm_rope, rope
 from auraflux.ops.routes import Route, Routes
 from auraflux.ops.turboquant.arrangement import Arrangement, fills_words
-from auraflux.ops.turboquant.cuda import (
-    attend_launch,
-    codec_launch,
-    dequantize,
-    encode_prefill,
-    flash_codes_launch,
-    keep,
-    mla_columns,
-    mla_rope_append,
-    mla_rows,
-    rope_append,
-)
 from auraflux.ops.turboquant.cuda.call import Append, Attend, AttendLatent, RopeAppend, RopeAppendLatent
+from auraflux.ops.turboquant.cuda.decode import launch as decode_launch
+from auraflux.ops.turboquant.cuda.encode import codec_launch as encode_codec_launch
+from auraflux.ops.turboquant.cuda.encode import full_precision as encode_full_precision
+from auraflux.ops.turboquant.cuda.encode import prefill as encode_prefill
+from auraflux.ops.turboquant.cuda.encode import rope_append as encode_rope_append
+from auraflux.ops.turboquant.cuda.mla import head_columns as mla_head_columns
+from auraflux.ops.turboquant.cuda.mla import head_rows as mla_head_rows
+from auraflux.ops.turboquant.cuda.mla import rope_append as mla_rope_append
+from auraflux.ops.turboquant.cuda.prefill import dequantize as prefill_dequantize
+from auraflux.ops.turboquant.cuda.prefill import flash_codes_launch as prefill_flash_codes_launch
 from auraflux.ops.turboquant.pages import CodePages
 
 BF16, F16 = torch.bfloat16, torch.float16
-ALIGNED = 16  # bytes, as wide copies need it
+ALIGNED = 16  # bytes, for vectorized copies
 
-NOT_PAIRS = "values do not lie in pairs"
+NOT_PAIRS = "values are not stored in pairs"
 UNALIGNED = "an address is not a multiple of 16 bytes"
-SOME = "there are new tokens"
-GIVEN = "levels are given; it is for the usual ones"
+SOME = "the call has new tokens"
+EXPLICIT_CODEBOOK = "the codebook is explicit; the route serves the default one"
 
 
 def _never(call: Any) -> None:
@@ -56,10 +54,10 @@ def _unaligned(*tensors: Tensor) -> bool:
 
 
 def _no_power(width: int) -> str | None:
-    return f"width {width} is no power of two: a matrix rotates" if width & (width - 1) else None
+    return f"width {width} is no power of two, so the rotation is a dense matrix" if width & (width - 1) else None
 
 
-def _given(pages: CodePages) -> bool:
+def _has_explicit_codebook(pages: CodePages) -> bool:
     return pages.key_book is not None or pages.value_book is not None
 
 
@@ -72,59 +70,62 @@ def _refuses_attend(call: Attend) -> str | None:
     if pages.arrangement is not Arrangement.PAIRS:
         return NOT_PAIRS
     tokens = call.q.shape[0]
-    if tokens > attend_launch.MOST_TOKENS * pages.lengths.shape[0] and not is_invariant():
-        return f"{tokens} new tokens; it is for up to {attend_launch.MOST_TOKENS} of a sequence"
+    if tokens > decode_launch.MOST_TOKENS * pages.lengths.shape[0] and not is_invariant():
+        return f"{tokens} new tokens; the route serves up to {decode_launch.MOST_TOKENS} per sequence"
     if call.q.dtype is torch.float32 and is_exact():
-        return "exact products of float32 are wanted"
+        return "exact float32 products are requested"
     if not fills_words(pages.key_bits, pages.width) or not fills_words(pages.value_bits, pages.width):
-        return f"two tokens of {pages.key_bits} or {pages.value_bits} bits, {pages.width} wide, do not fill words"
+        return f"two tokens of {pages.key_bits} or {pages.value_bits} bits, {pages.width} wide, do not fill 32-bit words"
     if pages.key_bits == pages.value_bits and pages.key_book is not pages.value_book:
-        return f"keys and values of {pages.key_bits} bits have other levels; one table of it serves both"
-    if pages.plain is not None and pages.plain.first + pages.plain.newest > attend_launch.MOST_PLAIN:
-        kept = pages.plain.first + pages.plain.newest
-        return f"{kept} positions are kept as they are; it is for up to {attend_launch.MOST_PLAIN}"
+        return f"keys and values of {pages.key_bits} bits have different codebooks; the kernel holds one table for both"
+    if (
+        pages.full_precision is not None
+        and pages.full_precision.sink_tokens + pages.full_precision.recent_window > decode_launch.MOST_FULL_PRECISION
+    ):
+        positions = pages.full_precision.sink_tokens + pages.full_precision.recent_window
+        return f"{positions} tokens are in full precision; the route serves up to {decode_launch.MOST_FULL_PRECISION}"
     return not_hopper(call.q.device)
 
 
 def _refuses_dequantized(call: Attend) -> str | None:
     pages, tokens = call.pages, call.q.shape[0]
-    if pages.calibration is not None or pages.plain is not None:
+    if pages.calibration is not None or pages.full_precision is not None:
         return None
-    many = dequantize.MANY_INTERPRETED if interpreted() else dequantize.MANY
+    many = prefill_dequantize.MANY_INTERPRETED if interpreted() else prefill_dequantize.MANY
     if tokens < many * pages.lengths.shape[0]:
-        return f"{tokens} new tokens; it is for {many} of a sequence and more"
+        return f"{tokens} new tokens; the route serves {many} or more per sequence"
     _, heads, page, _ = pages.key_codes.shape
     nbytes = 2 * pages.table.numel() * heads * page * pages.width * call.q.element_size()
-    return f"{nbytes >> 20} MiB would be written out" if nbytes > dequantize.MOST_NBYTES else None
+    return f"dequantized keys and values would take {nbytes >> 20} MiB" if nbytes > prefill_dequantize.MOST_NBYTES else None
 
 
 def _dequantized(call: Attend) -> Tensor:
     q, pages, starts, scale, window, sinks, softcap = call
-    written, near = dequantize.written(pages, starts, window, len(q), q.dtype)
-    return attention(q, written, starts, scale, window, sinks, softcap, near)
+    pages_16, recent = prefill_dequantize.dequantized(pages, starts, window, len(q), q.dtype)
+    return attention(q, pages_16, starts, scale, window, sinks, softcap, recent)
 
 
 def _refuses_latent(call: AttendLatent) -> str | None:
-    """Why kernels for few tokens over coded latents do not serve a call."""
+    """Return why the decode kernels over quantized latents refuse a call."""
     pages, keys, tokens = call.pages, call.pages.rope, call.q.shape[0]
-    if tokens > mla_columns.MOST_TOKENS * pages.lengths.shape[0] and not is_invariant():
-        return f"{tokens} new tokens; it is for up to {mla_columns.MOST_TOKENS} of a sequence"
-    if pages.bits not in mla_columns.BITS:
-        return f"{pages.bits} bits; it is for 4 and 8"
+    if tokens > mla_head_columns.MOST_TOKENS * pages.lengths.shape[0] and not is_invariant():
+        return f"{tokens} new tokens; the route serves up to {mla_head_columns.MOST_TOKENS} per sequence"
+    if pages.bits not in mla_head_columns.BITS:
+        return f"{pages.bits} bits; the route serves 4 and 8"
     _, page, width = keys.shape
-    if pages.width != mla_columns.LATENT or width != mla_columns.ROPE:
-        return f"latents of {pages.width} and keys of {width}; it is for {mla_columns.LATENT} and {mla_columns.ROPE}"
+    if pages.width != mla_head_columns.LATENT or width != mla_head_columns.ROPE:
+        return f"latents of {pages.width}, RoPE keys of {width}; served: {mla_head_columns.LATENT} and {mla_head_columns.ROPE}"
     if call.q.dtype not in (BF16, F16) or call.q_rope.dtype is not BF16 or keys.dtype is not BF16:
-        return "queries are not in 16 bits, or what is rotated by position is not in bf16"
-    if page % mla_columns.TILE:
-        return f"pages of {page} are not whole tiles of {mla_columns.TILE}"
+        return "queries are not in 16 bits, or RoPE queries or keys are not in bf16"
+    if page % mla_head_columns.TILE:
+        return f"pages of {page} tokens are no multiple of the tile of {mla_head_columns.TILE}"
     return not_hopper(call.q.device) or (UNALIGNED if _unaligned(call.q, call.q_rope, pages.codes, keys) else None)
 
 
 def _refuses_columns(call: AttendLatent) -> str | None:
     heads = call.q.shape[1]
-    if heads > mla_columns.MOST_COLUMNS:
-        return f"{heads} heads; it is for up to {mla_columns.MOST_COLUMNS}"
+    if heads > mla_head_columns.MOST_COLUMNS:
+        return f"{heads} heads; the route serves up to {mla_head_columns.MOST_COLUMNS}"
     return _refuses_latent(call)
 
 
@@ -135,30 +136,32 @@ def _refuses_no_tokens(call: Append) -> str | None:
 def _refuses_encode_prefill(call: Append) -> str | None:
     pages, (tokens, heads, width) = call.pages, call.k.shape
     if tokens * heads < encode_prefill.MANY:
-        return f"{tokens * heads} keys; it is for {encode_prefill.MANY} and more"
-    if _given(pages):
-        return GIVEN
+        return f"{tokens * heads} keys; the route serves {encode_prefill.MANY} or more"
+    if _has_explicit_codebook(pages):
+        return EXPLICIT_CODEBOOK
     if pages.arrangement is not Arrangement.PAIRS:
         return NOT_PAIRS
     if call.k.dtype is not BF16 or call.v.dtype is not BF16:
         return "keys or values are not bf16"
     if width != encode_prefill.WIDTH:
-        return f"width {width}; it is for {encode_prefill.WIDTH}"
+        return f"width {width}; the route serves {encode_prefill.WIDTH}"
     if pages.key_bits not in encode_prefill.KEY_BITS or pages.value_bits not in encode_prefill.VALUE_BITS:
-        return f"keys of {pages.key_bits} bits, values of {pages.value_bits}; it is for 4 and 8, and 2, 4 and 8"
+        return (
+            f"keys of {pages.key_bits} bits, values of {pages.value_bits}; the route serves keys of 4, 8 and values of 2, 4, 8"
+        )
     sequences = pages.lengths.shape[0]
     if not 0 < sequences <= min(encode_prefill.MOST_SEQUENCES, tokens // encode_prefill.TILE):
-        most = f"up to {encode_prefill.MOST_SEQUENCES} with {encode_prefill.TILE} tokens each"
-        return f"{sequences} sequences with {tokens} tokens; it is for {most}"
+        most = f"up to {encode_prefill.MOST_SEQUENCES} with at least {encode_prefill.TILE} tokens each"
+        return f"{sequences} sequences with {tokens} tokens; the route serves {most}"
     if reason := not_hopper(call.k.device):
         return reason
     return UNALIGNED if _unaligned(call.k, call.v, pages.key_codes, pages.value_codes) else None
 
 
 def _not_words(pages: CodePages) -> str | None:
-    """Why no kernel stores values in pairs."""
+    """Return why values of these pages cannot be stored in pairs."""
     if pages.arrangement is Arrangement.PAIRS and not fills_words(pages.value_bits, pages.width):
-        return f"values of {pages.value_bits} bits in pairs, {pages.width} wide: two tokens do not fill words"
+        return f"values of {pages.value_bits} bits in pairs, {pages.width} wide: two tokens do not fill 32-bit words"
     return None
 
 
@@ -168,10 +171,10 @@ def _refuses_codec(call: Append) -> str | None:
 
 def _refuses_rope_append(call: RopeAppend) -> str | None:
     tokens, _, width = call.k.shape
-    if not tokens > 0 or (tokens > rope_append.MOST_TOKENS and not is_invariant()):
-        return f"{tokens} new tokens; it is for 1 to {rope_append.MOST_TOKENS}"
-    if _given(call.pages):
-        return GIVEN
+    if not tokens > 0 or (tokens > encode_rope_append.MOST_TOKENS and not is_invariant()):
+        return f"{tokens} new tokens; the route serves 1 to {encode_rope_append.MOST_TOKENS}"
+    if _has_explicit_codebook(call.pages):
+        return EXPLICIT_CODEBOOK
     return _no_power(width) or _not_words(call.pages)
 
 
@@ -186,21 +189,21 @@ def _rope_first(call: RopeAppend) -> Tensor:
     return q
 
 
-def _refuses_kept(call: Append) -> str | None:
+def _refuses_full_precision(call: Append) -> str | None:
     pages = call.pages
-    return "keys leave nothing out, and nothing is kept as it is" if pages.codes_only is pages else None
+    return "keys are not calibrated, and no tokens are in full precision" if pages.codes_only is pages else None
 
 
-def _append_kept(call: Append) -> None:
+def _append_full_precision(call: Append) -> None:
     k, v, pages, starts = call
-    # few are coded from float32, as the reference does; a prompt's in 16 bits, which 8 bits hardly notice
+    # decode encodes from float32 as the reference does; prefill stays in 16 bits, which codes of 8 bits hardly notice
     many = k.shape[0] * k.shape[1] >= encode_prefill.MANY and not is_invariant()
-    keep.keep(k, v, pages, starts)
-    k = keep.without_centres(k, pages, starts, k.dtype if many else torch.float32)
+    encode_full_precision.append_full_precision(k, v, pages, starts)
+    k = encode_full_precision.subtract_means(k, pages, starts, k.dtype if many else torch.float32)
     APPEND(Append(k, v, pages.codes_only, starts))
 
 
-def _after_kept(call: Append) -> list[tuple[Routes[Append, None], Append]]:
+def _then_append(call: Append) -> list[tuple[Routes[Append, None], Append]]:
     return [(APPEND, call._replace(pages=call.pages.codes_only))]
 
 
@@ -211,46 +214,46 @@ def _appended(call: RopeAppend) -> list[tuple[Routes[Append, None], Append]]:
 def _refuses_mla_rope_append(call: RopeAppendLatent) -> str | None:
     tokens, width = call.q.shape
     if not tokens > 0 or (tokens > MOST_FUSED and not is_invariant()):
-        return f"{tokens} new tokens; it is for 1 to {MOST_FUSED}"
+        return f"{tokens} new tokens; the route serves 1 to {MOST_FUSED}"
     if 2 * len(call.rotation[0]) != width // call.heads - call.nope:
-        return "some channels of keys are not rotated by position"
+        return "RoPE covers only some channels of the keys"
     if call.pages.book is not None:
-        return GIVEN
+        return EXPLICIT_CODEBOOK
     return _no_power(call.pages.width)
 
 
 def _latent_rope_first(call: RopeAppendLatent) -> tuple[Tensor, Tensor]:
     q_nope, q_rope, latent, k_rope = split_latent(call.q, call.kv, call.heads, call.nope)
     latent, k_rope = rms_norm(latent, call.norm, call.eps), rope(k_rope[:, None], *call.rotation)[:, 0]
-    codec_launch.append_latent(latent, k_rope, call.pages, call.starts)
+    encode_codec_launch.append_latent(latent, k_rope, call.pages, call.starts)
     return q_nope, rope(q_rope, *call.rotation)
 
 
 ATTEND: Routes[Attend, Tensor] = Routes(
-    Route("no new tokens", _refuses_no_queries, lambda call: torch.empty_like(call.q), alike=True),
-    Route("attend", _refuses_attend, lambda call: attend_launch.attend_few(*call), alike=True),
+    Route("no new tokens", _refuses_no_queries, lambda call: torch.empty_like(call.q), invariant=True),
+    Route("attend", _refuses_attend, lambda call: decode_launch.attend_decode(*call), invariant=True),
     Route("dequantized, then attention", _refuses_dequantized, _dequantized),
-    Route("flash_codes", _never, lambda call: flash_codes_launch.attend(*call)),
+    Route("flash_codes", _never, lambda call: prefill_flash_codes_launch.attend(*call)),
 )
 ATTEND_LATENT: Routes[AttendLatent, Tensor] = Routes(
-    Route("no new tokens", _refuses_no_queries, lambda call: torch.empty_like(call.q), alike=True),
-    Route("mla_columns", _refuses_columns, lambda call: mla_columns.attend_code_columns(*call), alike=True),
-    Route("mla_rows", _refuses_latent, lambda call: mla_rows.attend_code_rows(*call), alike=True),
-    Route("flash_codes", _never, lambda call: flash_codes_launch.attend_latent(*call)),
+    Route("no new tokens", _refuses_no_queries, lambda call: torch.empty_like(call.q), invariant=True),
+    Route("mla_columns", _refuses_columns, lambda call: mla_head_columns.attend_code_columns(*call), invariant=True),
+    Route("mla_rows", _refuses_latent, lambda call: mla_head_rows.attend_code_rows(*call), invariant=True),
+    Route("flash_codes", _never, lambda call: prefill_flash_codes_launch.attend_latent(*call)),
 )
 APPEND: Routes[Append, None] = Routes(
-    Route("no new tokens", _refuses_no_tokens, lambda call: None, alike=True),
-    Route("keep, then append", _refuses_kept, _append_kept, _after_kept, alike=True),
-    Route("encode_prefill", _refuses_encode_prefill, lambda call: encode_prefill.append_at_once(*call)),
-    Route("codec", _refuses_codec, lambda call: codec_launch.append(*call), alike=True),
+    Route("no new tokens", _refuses_no_tokens, lambda call: None, invariant=True),
+    Route("full precision, then append", _refuses_full_precision, _append_full_precision, _then_append, invariant=True),
+    Route("encode_prefill", _refuses_encode_prefill, lambda call: encode_prefill.append_prefill(*call)),
+    Route("codec", _refuses_codec, lambda call: encode_codec_launch.append(*call), invariant=True),
 )
 ROPE_APPEND: Routes[RopeAppend, Tensor] = Routes(
-    Route("rope_append", _refuses_rope_append, lambda call: rope_append.append(*call), alike=True),
-    Route("norm and RoPE first", _refuses_rope_first, _rope_first, _appended, alike=True),
+    Route("rope_append", _refuses_rope_append, lambda call: encode_rope_append.append(*call), invariant=True),
+    Route("norm and RoPE first", _refuses_rope_first, _rope_first, _appended, invariant=True),
 )
 ROPE_APPEND_LATENT: Routes[RopeAppendLatent, tuple[Tensor, Tensor]] = Routes(
-    Route("mla_rope_append", _refuses_mla_rope_append, lambda call: mla_rope_append.rope_encode(*call), alike=True),
-    Route("norm and RoPE first, then codec", _never, _latent_rope_first, alike=True),
+    Route("mla_rope_append", _refuses_mla_rope_append, lambda call: mla_rope_append.rope_encode(*call), invariant=True),
+    Route("norm and RoPE first, then codec", _never, _latent_rope_first, invariant=True),
 )
 ROUTES: dict[str, Routes[Any, Any]] = {
     "turboquant_attention": ATTEND,

@@ -1,19 +1,19 @@
-// Puts the page together: what the reader does changes a conversation, and the views are shown again.
+// Connects the parts of the page: a user action changes a conversation, then the views update.
 
-import { onKeyWanted } from "./api.js";
-import { Answer } from "./answer.js";
-import { Composer } from "./composer.js";
-import { byId } from "./dom.js";
-import { closeDrawer, startDrawer } from "./drawer.js";
-import { startExchange } from "./exchange.js";
-import { Library } from "./library.js";
-import { announce, note } from "./notice.js";
-import { Follow } from "./scroll.js";
-import { findModel } from "./server.js";
-import { askKey, Settings } from "./settings.js";
-import { Sidebar } from "./sidebar.js";
-import { append, branch, choose, newConversation, remove, titleFrom } from "./tree.js";
-import { View, welcome } from "./view.js";
+import { onKeyWanted } from "./chat/api.js";
+import { Answer } from "./chat/answer.js";
+import { Composer } from "./view/composer.js";
+import { byId } from "./view/dom.js";
+import { closeDrawer, startDrawer } from "./view/drawer.js";
+import { startExchange } from "./chat/exchange.js";
+import { Library } from "./chat/library.js";
+import { announce, note } from "./view/notice.js";
+import { Follow } from "./view/scroll.js";
+import { findModel } from "./chat/server.js";
+import { askKey, Settings } from "./view/settings.js";
+import { Sidebar } from "./view/sidebar.js";
+import { append, branch, choose, newConversation, remove, titleFrom } from "./chat/tree.js";
+import { View, welcome } from "./view/view.js";
 
 const SUGGESTIONS = [
   "Explain how a key–value cache works",
@@ -84,7 +84,7 @@ class App {
     byId("messages").classList.toggle("busy", busy);
   }
 
-  // Add a question below `parent` and have it answered; false where an answer is still being written.
+  // Add a question below `parent` and request an answer. Return false while another answer is being generated.
   ask(text, parent) {
     const { current } = this;
     if (this.answers.has(current.id)) return false;
@@ -109,7 +109,7 @@ class App {
     this.answers.set(conversation.id, answer);
     this.show();
     this.follow.toEnd();
-    announce("Writing an answer.");
+    announce("Generating an answer.");
     await answer.run(this.found, this.settings.values, history);
     this.answers.delete(conversation.id);
     conversation.updated = Date.now();
@@ -148,7 +148,7 @@ class App {
     note(message.role === "user" ? "Messages deleted." : "Answer deleted.", { label: "Undo", run: undo });
   }
 
-  // a conversation without messages is not worth a place in the store, but stays open on the page
+  // a conversation without messages is not stored, but stays open on the page
   settle(conversation) {
     if (!conversation.messages.length) this.library.remove(conversation);
     else if (!this.library.has(conversation)) this.library.add(conversation);

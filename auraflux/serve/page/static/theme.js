@@ -1,4 +1,4 @@
-// runs before the first paint, so that a chosen theme never flashes the other one
+// runs before the first paint, so the page never flashes in the other theme
 const chosen = (() => {
   try {
     return JSON.parse(localStorage.getItem("auraflux.settings"))?.theme;

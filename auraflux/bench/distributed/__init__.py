@@ -1,0 +1,1 @@
+"""Speed of a model on several machines: forecast from sizes and bandwidths, or measured on ranks of this machine."""

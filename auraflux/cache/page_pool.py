@@ -1,0 +1,68 @@
+"""The page pool: reference-counted page numbers, and the memory they index."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+
+
+def reserve(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of zeros whose CPU memory is committed only when it is written to."""
+    if device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    nbytes = math.prod(shape) * dtype.itemsize
+    octets = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    start = -octets.ctypes.data % ALIGNMENT
+    return torch.from_numpy(octets)[start : start + nbytes].view(dtype).view(shape)
+
+
+class PagePool:
+    """Pages with reference counts.
+
+    ranks  that share the pool: page `n` belongs to rank n modulo `ranks`, and each has the same number of pages
+    """
+
+    def __init__(self, count: int, ranks: int = 1):
+        self.count, self.ranks = -(-count // ranks) * ranks, ranks
+        self._free = [list(range(self.count - ranks + rank, -1, -ranks)) for rank in range(ranks)]
+        self._owners = [0] * self.count
+
+    @property
+    def free(self) -> int:
+        return sum(map(len, self._free))
+
+    def shortfall(self, indexes: Iterable[int]) -> int:
+        """Return how many pages the rank with the fewest lacks for these page indexes; negative if none lacks any."""
+        wanted = Counter(index % self.ranks for index in indexes)
+        return max((count - len(self._free[rank]) for rank, count in wanted.items()), default=-self.free)
+
+    @property
+    def used(self) -> int:
+        return self.count - sum(map(len, self._free))
+
+    def owners(self, page: int) -> int:
+        return self._owners[page]
+
+    def allocate(self, index: int = 0) -> int:
+        """Allocate a page of the rank that stores page `index` of a sequence."""
+        page = self._free[index % self.ranks].pop()
+        self._owners[page] = 1
+        return page
+
+    def share(self, pages: list[int]) -> list[int]:
+        """Add an owner to each page; return a copy of the list for that owner."""
+        for page in pages:
+            self._owners[page] += 1
+        return list(pages)
+
+    def release(self, pages: list[int]) -> None:
+        """Remove an owner from each page; free the pages without one."""
+        for page in pages:
+            self._owners[page] -= 1
+            if self._owners[page] == 0:
+                self._free[page % self.ranks].append(page)

@@ -1,0 +1,197 @@
+"""`auraflux bench model`: prefill and decode throughput of a whole model."""
+
+import json
+import resource
+import shlex
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from auraflux.cli.options.model import LOADING, load_model, model_argument, options
+from auraflux.cli.output.units import size
+
+if TYPE_CHECKING:
+    from auraflux.bench.model import Ours, Speed
+    from auraflux.engine.engine import Engine
+    from auraflux.loading.language_model import LanguageModel
+
+BITS = 4  # of random weights, unless --quantize says otherwise
+
+
+@click.command("model")
+@model_argument
+@click.option("--shape", metavar="NAME", help="With --random: the shape of a known model, such as qwen3-30b-a3b.")
+@click.option("--random", "invented", is_flag=True, help="Fill --shape with random weights; no checkpoint is needed.")
+@click.option("--layers", type=click.IntRange(min=1), metavar="N", help="With --random: number of layers instead of all.")
+@click.option("--at", "lengths", multiple=True, type=int, metavar="N", help="Prompt length; may be given several times.")
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at once.")
+@click.option("--tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens to decode at each length.")
+@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Rounds; the best counts.")
+@click.option("--profile/--no-profile", default=True, help="With --random: also show the time of a decode step by op.")
+@click.option("--peers/--no-peers", default=True, show_default=True, help="Also time llama.cpp on a GGUF file, if installed.")
+@options(LOADING)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench_model(
+    model: str | None,
+    shape: str | None,
+    invented: bool,
+    layers: int | None,
+    lengths: tuple[int, ...],
+    batch: int,
+    tokens: int,
+    repeat: int,
+    profile: bool,
+    peers: bool,
+    as_json: bool,
+    **chosen: Any,
+) -> None:
+    """Time prefill and decode.
+
+    Prompts are random tokens. Contenders alternate, so that other load on the machine affects all of them.
+    """
+    from rich.console import Console
+
+    from auraflux.bench.model import Ours, check_lengths, measure
+
+    contenders: list[Any]
+    if invented or shape is not None:
+        at = list(lengths) or [1024]
+        loaded = random_loaded(model, shape, invented, layers, batch, max(at) + 2 * tokens, chosen)
+        name, contenders = f"{shape}, random weights", [Ours(loaded.scheduler, batch)]
+    else:
+        loaded = load_model(model, chosen, sequences=batch)
+        at = list(lengths) or [n for n in (128, 512, 2048) if n + tokens <= loaded.context]
+        check_lengths(at, tokens, loaded.context)
+        name = loaded.path.name
+        contenders = [Ours(loaded.scheduler, batch), *(_llama_cpp(loaded, max(at) + tokens) if peers and batch == 1 else [])]
+    stderr = Console(stderr=True)
+    with stderr.status("") as status:
+        found = list(measure(contenders, at, loaded.engine.model.config.vocab, tokens, repeat, status.update))
+    document = _document(name, contenders[0], found, profile and invented)
+    if as_json:
+        click.echo(json.dumps(document, indent=2))
+    else:
+        _show(document, found)
+
+
+def random_loaded(
+    model: str | None, shape: str | None, invented: bool, layers: int | None, batch: int, context: int, chosen: dict[str, Any]
+) -> "LanguageModel":
+    """Make the model of --random and --shape."""
+    from auraflux.bench.random_weights import random_language
+    from auraflux.bench.shapes import shape_of
+    from auraflux.cli.options.model import cache_settings
+    from auraflux.engine.device import find_device
+    from auraflux.errors import SettingsError
+    from auraflux.weights.experts.settings import parse_nbytes
+
+    if shape is None or not invented or model is not None:
+        raise SettingsError("random weights need --random and --shape NAME, and no MODEL.")
+    if chosen["speculate"] is not None:
+        raise SettingsError("--speculate needs a real model: the tokens of random weights cannot be predicted.")
+    memory = chosen.get("cache_memory")
+    return random_language(
+        shape_of(shape, layers),
+        cache_settings(chosen),
+        find_device(chosen["device"]),
+        bits=chosen["quantize"] or BITS,
+        context=max(context, chosen["context"] or 0),
+        sequences=batch,
+        cache_nbytes=None if memory is None else parse_nbytes(memory),
+        calibrate=chosen["calibrate"],
+        exact=chosen["exact"],
+        invariant=chosen["invariant"],
+        graphs=chosen["graphs"],
+    )
+
+
+def _llama_cpp(loaded: "LanguageModel", context: int) -> list[Any]:
+    from auraflux.bench.model import LlamaCpp
+    from auraflux.ops.simd.threads import threads
+
+    if loaded.path.suffix != ".gguf":
+        return []
+    try:
+        return [LlamaCpp(loaded.path, context, threads())]
+    except ImportError:
+        click.echo("note: llama-cpp-python is not installed, so there is nothing to compare with.", err=True)
+        return []
+
+
+def _document(name: str, ours: "Ours", found: "list[Speed]", profile: bool) -> dict[str, Any]:
+    from auraflux.bench.profile import kernels_per_layer
+    from auraflux.bench.report import commit
+    from auraflux.engine.engine import nbytes
+    from auraflux.machine import load, this_machine
+
+    engine = ours.engine
+    document = {
+        "machine": asdict(this_machine()),
+        "device": _device_name(engine),
+        "command": shlex.join(["auraflux", *sys.argv[1:]]),
+        "commit": commit(),
+        "load": round(load(), 2),
+        "model": name,
+        "weights_nbytes": nbytes(engine.model),
+        "peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        "invariant": engine.runner.invariant,
+        "not_replayed_because": engine.graphs.refused,
+        "results": [asdict(speed) for speed in found],
+    }
+    if profile:
+        costs = ours.costs()
+        document["ops_of_a_step"] = {op: asdict(cost) for op, cost in costs.items()}
+        if engine.device.type == "cuda":
+            document["kernels_per_layer"] = round(kernels_per_layer(costs, len(engine.cache.layers)), 2)
+    return document
+
+
+def _device_name(engine: "Engine") -> str:
+    import torch
+
+    return torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
+
+
+def _show(document: dict[str, Any], found: "list[Speed]") -> None:
+    from rich.table import Table
+
+    from auraflux.cli.output.screen import stdout
+
+    console, gpu = stdout(), document["device"]
+    where = f"{document['machine']['cpu']}, {document['machine']['cores']} cores" if gpu == "cpu" else gpu
+    console.print(f"{document['model']} on {where}")
+    weights, peak = size(document["weights_nbytes"]), size(document["peak_nbytes"])
+    console.print(f"weights {weights}, peak memory of the process {peak}, load {document['load']}")
+    if document["not_replayed_because"] is not None:
+        console.print(f"steps were not replayed: {document['not_replayed_because']}")
+    table = Table("prompt", "sequences", "", *("prefill tokens/s", "ratio", "decode tokens/s", "ratio", "cache"))
+    ours = {speed.context: speed for speed in found if speed.who.startswith("auraflux")}
+    for speed in found:
+        mine = ours[speed.context]
+        ratios = [mine.prefill_rate / speed.prefill_rate, mine.decode_rate / speed.decode_rate]
+        shown = ["" if speed is mine else f"{ratio:.2f}x" for ratio in ratios]
+        held = size(speed.cache_nbytes) if speed.cache_nbytes is not None else ""
+        rates = f"{speed.prefill_rate:.1f}", f"{speed.decode_rate:.1f}"
+        table.add_row(str(speed.context), str(speed.batch), speed.who, rates[0], shown[0], rates[1], shown[1], held)
+    console.print(table)
+    if "ops_of_a_step" in document:
+        console.print(_cost_table(document))
+
+
+def _cost_table(document: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    title = "one step, without replay"
+    if "kernels_per_layer" in document:
+        title += f": {document['kernels_per_layer']} kernels per layer"
+    table = Table("op", "calls", "kernels", "us", "share", title=title)
+    costs = document["ops_of_a_step"]
+    whole = sum(cost["seconds"] for cost in costs.values()) or 1.0
+    for name, cost in costs.items():
+        kernels = "" if cost["kernels"] is None else str(cost["kernels"])
+        share = cost["seconds"] / whole
+        bar = "█" * round(20 * share)
+        table.add_row(name, str(cost["calls"] or ""), kernels, f"{cost['seconds'] * 1e6:.0f}", f"{share:4.0%} {bar}")
+    return table

@@ -1,0 +1,52 @@
+"""The model of `auraflux serve`: loaded, warmed up, and connected to the HTTP process by a pipe."""
+
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from auraflux.cli.options.model import load_model
+from auraflux.errors import SettingsError
+
+if TYPE_CHECKING:
+    from auraflux.loading.language_model import LanguageModel
+    from auraflux.progress import Report
+    from auraflux.serve.transport.model_process import ModelProcess
+
+
+def open_model_process(
+    model: str | None, connection: Connection, chosen: dict[str, Any], announce: Callable[[], None] = lambda: None
+) -> "ModelProcess":
+    """Load a model that takes requests from a pipe.
+
+    announce  called repeatedly once all checks before loading weights have passed
+    """
+    from auraflux.loading.warmup import warm_up
+    from auraflux.progress import on_terminal
+    from auraflux.serve.transport.model_process import ModelProcess, facts_of
+
+    with on_terminal() as draw:
+
+        def report(what: str, done: int, total: int) -> None:
+            announce()
+            draw(what, done, total)
+
+        loaded = _load(model, chosen, report)
+        announce()
+        facts = facts_of(loaded, chosen["name"])
+        warm_up(loaded, draw)
+    return ModelProcess(loaded, connection, facts, chosen["restart"])
+
+
+def _load(model: str | None, chosen: dict[str, Any], report: "Report") -> "LanguageModel":
+    from auraflux.engine.device import find_device
+
+    parallel = chosen["max_sequences"] or (64 if find_device(chosen["device"]).type == "cuda" else 8)
+    if chosen["invented"] or chosen["shape"]:
+        from auraflux.cli.bench.model import random_loaded
+
+        if chosen["prefix_disk"] is not None:
+            raise SettingsError("--prefix-disk needs a model: random weights differ at the next start.")
+        context = chosen["context"] or 4096
+        return random_loaded(model, chosen["shape"], chosen["invented"], chosen["layers"], parallel, context, chosen)
+    chosen = {**chosen, "cache_memory": chosen["cache_memory"] or "half"}
+    return load_model(model, chosen, sequences=parallel, report=report)

@@ -1,0 +1,1 @@
+"""Tables, pages and messages that commands print."""

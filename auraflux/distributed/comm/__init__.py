@@ -1,0 +1,1 @@
+"""Communication between ranks: process group, collectives, heartbeat, topology."""

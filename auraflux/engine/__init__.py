@@ -1,0 +1,1 @@
+"""A model with its cache: model runner, graph runner, sampler, key calibration."""

@@ -1,0 +1,327 @@
+"""A model with its KV cache: tokens in, logits out."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Required, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from auraflux.cache import Batch, Cache, CacheSettings, KVSequence, Logits, MixedBatch
+from auraflux.cache.key_calibration import ModelCalibration
+from auraflux.cache.page_shards import UNSHARDED
+from auraflux.engine.device import device_memory, to_device
+from auraflux.engine.graph_runner import GraphRunner
+from auraflux.engine.model_runner import HiddenRunner, Model, ModelRunner, Ranks
+from auraflux.errors import CacheFull
+from auraflux.quant import QTensor
+
+# tokens that a GPU's prefill steps are padded to: few sizes, so that CUDA graphs are reused; coarse below 256, where a step is
+# bound by reading the weights
+PREFILL_SIZES = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+# sequences that a GPU's decode steps are padded to
+DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+LENGTH_BUCKETS = (1024, 4096, 16384)  # tokens that a step index covers; powers of two beyond
+# tokens of a mixed batch: few sizes, since each is captured for every number of decoding sequences, and full matmul tiles
+MIXED_SIZES = (128, 256, 512, 1024)
+MIXED_BUCKETS = LENGTH_BUCKETS[1:]
+MIN_MIXED_CHUNK = 32  # prompt tokens in a mixed batch
+
+
+class CacheOptions(TypedDict, total=False):
+    """Options of an engine's KV cache.
+
+    context           maximum tokens of a sequence
+    sequences         maximum open sequences; 1 by default
+    tokens            capacity; by default every sequence can fill its context
+    cached_sequences  prefix-cache entries that sliding windows reserve pages for, in addition to `sequences`
+    chunk             tokens of a prefill step, over all sequences
+    key_calibration   per-channel mean and scale of keys; None to quantize keys without
+    """
+
+    context: Required[int]
+    sequences: int
+    tokens: int | None
+    cached_sequences: int
+    chunk: int
+    key_calibration: ModelCalibration | None
+    dtype: torch.dtype
+    device: torch.device | str
+
+
+class Engine:
+    """Runs the tokens of sequences through a model, with chunked prefill.
+
+    exact      multiply float32 activations, see `ModelRunner`
+    invariant  batch-invariant results on a GPU, see `ModelRunner`
+    graphs     replay decode steps, on a GPU also prefill steps, instead of running their Python every time
+    ranks      that run the model with this process; None for a single process
+    hidden     return the hidden states of all tokens, which MTP drafts from
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        shapes: list[Any],
+        settings: CacheSettings,
+        *,
+        exact: bool = False,
+        invariant: bool = False,
+        graphs: bool = True,
+        ranks: Ranks | None = None,
+        hidden: bool = False,
+        **options: Unpack[CacheOptions],
+    ):
+        local_layers, page_shard = (None, UNSHARDED) if ranks is None else (ranks.local_layers, ranks.page_shard)
+        with device_memory():
+            self.cache = Cache(shapes, settings, local_layers=local_layers, page_shard=page_shard, **options)
+        self.model, self.chunk, self.ranks = model, self.cache.chunk, ranks
+        self.device, self.returns_hidden = self.cache.device, hidden
+        single_rank = HiddenRunner if hidden else ModelRunner
+        self.runner = (single_rank if ranks is None else ranks.runner)(model, self.cache, exact)
+        self.runner.invariant = invariant
+        self.graphs = GraphRunner(self.runner, graphs)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Return whether batch-invariant GPU kernels are used; CPU kernels always are."""
+        return self.runner.invariant and self.device.type == "cuda"
+
+    def try_token(self) -> None:
+        """Run a token and discard it, so that an unsupported model fails at load time."""
+        sequence = self.cache.open()
+        try:
+            self.compute_logits(self.step(self.cache.batch([sequence]), [[0]]))
+        finally:
+            sequence.close()
+
+    def check(self) -> None:
+        """Raise if a rank is lost."""
+        if self.ranks is not None:
+            self.ranks.check()
+
+    def restart(self, unless: Callable[[], bool]) -> None:
+        """Restart the ranks, unless `unless` becomes true; all sequences must be closed, since their KV is lost."""
+        assert self.ranks is not None
+        self.cache.clear_indexes()
+        self.graphs.reset()
+        self.ranks.restart(unless)
+
+    def step(self, batch: Batch, ids: list[list[int]]) -> Tensor:
+        """Append tokens to each sequence of a batch and return the final hidden states [T, H].
+
+        An error or interrupt leaves the sequences at their former length or shorter.
+        """
+        before = [sequence.length for sequence in batch.sequences]
+        try:
+            with device_memory():
+                padded = self._reserve(batch, [len(each) for each in ids])
+                tokens = [token for each in ids for token in each]
+                flat = to_device(tokens + tokens[-1:] * (batch.padding or 0), self.device)
+                hidden = self.graphs.prefill(batch, flat) if padded else self.runner.forward(flat, batch)
+                batch.drop_padding()
+                return hidden[: len(tokens)]
+        except BaseException:
+            batch.roll_back(before)
+            raise
+
+    def _reserve(self, batch: Batch, counts: list[int]) -> bool:
+        """Reserve cache slots for a step's tokens and its padding; return whether it is padded to a size that has a graph."""
+        size = self._padded_size(batch, counts)
+        if size is not None:
+            try:
+                batch.extend([size], padding=size - counts[0])
+            except CacheFull:
+                # the tokens may fit without padding
+                pass
+            else:
+                return True
+        batch.extend(counts)
+        return False
+
+    def _padded_size(self, batch: Batch, counts: list[int]) -> int | None:
+        """Return the size that a prefill step is padded to for its CUDA graph; None for steps that run without."""
+        # above the largest size a GPU takes longer than the step's Python, so a graph gains nothing
+        if (
+            batch.logits is Logits.LAST
+            or len(counts) > 1
+            or not 1 < counts[0] <= min(self.chunk, PREFILL_SIZES[-1])
+            or not self.graphs.supports_prefill
+        ):
+            return None
+        size = self._prefill_size(counts[0])
+        return size if batch.sequences[0].length + size <= batch.context else None
+
+    def _prefill_size(self, tokens: int) -> int:
+        return next((size for size in PREFILL_SIZES if tokens <= size < self.chunk), min(self.chunk, PREFILL_SIZES[-1]))
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return the float32 logits of hidden states: [N, H] -> [N, V]."""
+        return self.runner.compute_logits(hidden)
+
+    def decode(self, batch: Batch, ids: list[int] | Tensor) -> Tensor:
+        """Append one token to each sequence and return the next-token logits [B, V]."""
+        return self.graphs.decode(batch, ids)
+
+    def mixed_chunk_sizes(self, sequences: int) -> list[int]:
+        """Return the prefill chunk sizes of a mixed batch with this many decoding sequences; empty if unsupported."""
+        # a single decoding sequence would share its step index with the prompt
+        if not self.model.supports_mixed_batch or not self.graphs.supports_prefill or self.returns_hidden or sequences < 2:
+            return []
+        width = padded_batch_size(sequences) if self.cache.supports_padding else sequences
+        return [total - width for total in MIXED_SIZES if total <= self.chunk and total - width >= MIN_MIXED_CHUNK]
+
+    def fit_mixed_chunk(self, sequences: int, tokens: int, more: bool) -> int:
+        """Return how many prompt tokens to prefill with this many decoding sequences; 0 if they fit no mixed batch.
+
+        more  the prompt has further tokens, so the chunk is rounded down to a full batch
+        """
+        sizes = self.mixed_chunk_sizes(sequences)
+        if more:
+            tokens = max((size for size in sizes if size <= tokens), default=tokens)
+        return tokens if any(size >= tokens for size in sizes) else 0
+
+    def decode_mixed(self, batch: Batch, ids: list[int] | Tensor, sequence: KVSequence, chunk: list[int]) -> Tensor | None:
+        """Run one token of each sequence and a prefill chunk of another in a mixed batch; return the decode logits [B, V].
+
+        Return None, with nothing changed, if the cache has no room for the chunk or no size fits it.
+        """
+        size = next((size for size in self.mixed_chunk_sizes(len(batch.sequences)) if size >= len(chunk)), None)
+        if size is None or sequence.length + size > self.cache.context:
+            return None
+        longest = max(each.length for each in batch.sequences) + 1
+        decode = self.cache.batch(batch.sequences, _bucket(longest, MIXED_BUCKETS), padding_sequences=batch.padding_sequences)
+        prefill = self.cache.batch([sequence], _bucket(sequence.length + size, MIXED_BUCKETS), logits=Logits.NONE)
+        mixed = MixedBatch(decode, prefill)
+        before = mixed.lengths
+        try:
+            mixed.extend(size, padding=size - len(chunk))
+        except CacheFull:
+            return None
+        try:
+            with device_memory():
+                flat = to_device(chunk + chunk[-1:] * (size - len(chunk)), self.device)
+                logits = self.graphs.decode_mixed(mixed, ids, flat)
+                prefill.drop_padding()
+                return logits
+        except BaseException:
+            mixed.roll_back(before)
+            raise
+
+    def mixed_batch_counts(self, parallel: int) -> list[int]:
+        """Return the numbers of decoding sequences whose mixed batches have distinct graphs."""
+        # one sequence prefills
+        counts = {min(count, parallel - 1) for count in DECODE_SIZES if count <= padded_batch_size(parallel - 1)}
+        return sorted(count for count in counts if self.mixed_chunk_sizes(count))
+
+    def warm_up_mixed(self, count: int, times: int = 2) -> None:
+        """Run all mixed batches of this many decoding sequences; the first run compiles kernels, the second captures graphs."""
+        *decoding, prefilling = sequences = [self.cache.open() for _ in range(count + 1)]
+        try:
+            batch = self.decode_batch(decoding)
+            for size in (size for size in self.mixed_chunk_sizes(count) for _ in range(times)):
+                self.decode_mixed(batch, [0] * count, prefilling, [0] * size)
+        finally:
+            for sequence in sequences:
+                sequence.close()
+
+    def verify(self, batch: Batch, ids: list[list[int]]) -> Tensor:
+        """Append several tokens to each sequence and return the logits after every one, [T, V]."""
+        if self._has_verify_graph(batch, list(map(len, ids))):
+            return self.graphs.verify(batch, ids)
+        # never captured, so its time is representative
+        self.graphs.warming_up = False
+        return self.compute_logits(self.step(batch, ids))
+
+    def _has_verify_graph(self, batch: Batch, counts: list[int]) -> bool:
+        """Return whether a verify step is replayed; on a GPU sequences are padded to the longest draft, which costs little."""
+        if len(set(counts)) == 1:
+            return len(counts) == 1 or self.device.type == "cuda"
+        longest = max(sequence.length for sequence in batch.sequences) + max(counts)
+        return self.device.type == "cuda" and self.ranks is None and not self.cache.has_states and longest <= batch.context
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """Hidden states behind the last logits, [N, H]; None unless `returns_hidden`."""
+        return self.runner.hidden
+
+    def prefill(self, sequences: list[KVSequence], chunks: list[list[int]]) -> Tensor:
+        """Compute prefill chunks, at most `chunk` tokens together; return the final hidden states if `returns_hidden`."""
+        one, logits = len(sequences) == 1, Logits.ALL if self.returns_hidden else Logits.NONE
+        batch = self._prefill_batch(sequences[0], chunks[0], logits) if one else self.cache.batch(sequences, logits=logits)
+        return self.step(batch, chunks)
+
+    def supports_last_logits(self, count: int) -> bool:
+        """Return whether `prefill_last_logits` serves this many prompts: GPU kernels exist for the decode batch sizes."""
+        # recurrent states cannot be rewound to before a prompt's last token
+        serves = (
+            self.graphs.runs_ahead and self.model.idempotent_append and not self.cache.has_states and not self.returns_hidden
+        )
+        return serves and padded_batch_size(count) == count
+
+    def prefill_last_logits(self, sequences: list[KVSequence], chunks: list[list[int]]) -> Tensor:
+        """Compute the last chunks of prompts, at most `chunk` tokens together, and return the last-token logits [B, V]."""
+        return self.compute_logits(self.step(self.cache.batch(sequences, logits=Logits.LAST), chunks))
+
+    def prefers_separate_steps(self, tokens: int) -> bool:
+        """Return whether prompts of this many tokens are faster one by one: only steps of a single prompt have graphs."""
+        return self.graphs.supports_prefill and tokens <= PREFILL_SIZES[-1]
+
+    def decode_batch(self, sequences: list[KVSequence]) -> Batch:
+        """Return a batch for decode steps; a GPU's is padded to one of few sizes, so that graphs are reused."""
+        padding_sequences = 0
+        if self.cache.has_states:
+            rows: list[Any] = [sequence.group_states[self.cache.states] for sequence in sequences]
+            self.cache.states.compact(rows)
+        elif self.device.type == "cuda" and self.cache.supports_padding:
+            padding_sequences = padded_batch_size(len(sequences)) - len(sequences)
+        return self.cache.batch(sequences, padding_sequences=padding_sequences)
+
+    def _prefill_batch(self, sequence: KVSequence, ids: list[int], logits: Logits = Logits.ALL) -> Batch:
+        """Return a batch for a prompt; with prefill graphs its length is rounded up to a bucket, so that graphs are reused."""
+        if not self.graphs.supports_prefill:
+            return self.cache.batch([sequence], logits=logits)
+        rest = len(ids) % self.chunk
+        longest = sequence.length + len(ids) - rest + (self._prefill_size(rest) if rest else 0)
+        return self.cache.batch([sequence], _bucket(longest, LENGTH_BUCKETS), logits=logits)
+
+    def logits(self, sequence: KVSequence, ids: list[int]) -> Iterator[Tensor]:
+        """Yield the logits after every token, [T, V] per chunk, computed through the KV cache as in generation."""
+        batch = self._prefill_batch(sequence, ids)
+        for start in range(0, len(ids), self.chunk):
+            yield self.compute_logits(self.step(batch, [ids[start : start + self.chunk]]))
+
+    def all_logits(self, sequence: KVSequence, ids: list[int]) -> Tensor:
+        """Return the logits after every token, [T, V]."""
+        return torch.cat(list(self.logits(sequence, ids)))
+
+
+def _bucket(length: int, buckets: tuple[int, ...]) -> int:
+    """Return the largest length in the bucket of `length`, so that few step indexes are needed."""
+    return next((bucket - 1 for bucket in buckets if length < bucket), length)
+
+
+def padded_batch_size(count: int) -> int:
+    """Return the number of sequences that a GPU's decode batch of `count` is padded to."""
+    return next((size for size in DECODE_SIZES if size >= count), count)
+
+
+def nbytes(model: Any) -> int:
+    """Return the bytes of all tensors of a model, each counted once."""
+    seen: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Tensor):
+            seen[value.data_ptr()] = value.nbytes
+        elif isinstance(value, QTensor):
+            seen[value.packed.data_ptr()] = value.nbytes
+        elif isinstance(value, dict):
+            for each in value.values():
+                visit(each)
+        elif isinstance(value, list | tuple):
+            for each in value:
+                visit(each)
+        elif type(value).__module__.startswith("auraflux."):
+            visit(vars(value))
+
+    visit(model)
+    return sum(seen.values())

@@ -1,0 +1,85 @@
+"""Requests to the scheduler and the outputs it returns: plain data that crosses process boundaries."""
+
+from dataclasses import dataclass, field
+
+from auraflux.engine.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Request:
+    """A generation request.
+
+    prompt                  prompt tokens
+    user                    owner of the request; the queue is fair between users
+    visible_special_tokens  special tokens that stay in the decoded text, such as those around a tool call
+    stop_token_ids          tokens that end the generation and are not part of its text; None for the model's own
+    """
+
+    prompt: tuple[int, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    user: str = ""
+    visible_special_tokens: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log probability of a sampled token, and of the most likely tokens at its position."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class RequestStats:
+    """Statistics of one request.
+
+    prompt_tokens          in the prompt
+    cached_tokens          of them served by the prefix cache
+    tokens                 generated
+    queue_s                from arrival to admission
+    ttft_s                 from arrival to the first token
+    total_s                from arrival to the last token
+    cache_nbytes           of the sequence in the KV cache
+    uncompressed_nbytes    that the same tokens would take in bf16
+    full_precision_nbytes  of cache_nbytes, sink and recent tokens in full precision
+    steps                  decode steps
+    drafted                draft tokens verified, see `speculative/speculation.py`
+    accepted               draft tokens accepted
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: int = 0
+    queue_s: float = 0.0
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    cache_nbytes: int = 0
+    uncompressed_nbytes: int = 0
+    full_precision_nbytes: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True)
+class Output:
+    """New output of a request; the concatenated `text` of all its outputs is the generated text.
+
+    text           that no later token can change
+    tokens         sampled since the last output, including the stop token
+    logprobs       of these tokens, where `Sampling.logprobs` requests them
+    finish_reason  "stop", "length", "cancelled" or "error"; None while it runs
+    stop_string    that ended the generation
+    error          message, with finish_reason "error"
+    stats          with the last output
+    """
+
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+    stop_string: str | None = None
+    error: str | None = None
+    stats: RequestStats | None = None

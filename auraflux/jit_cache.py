@@ -1,0 +1,200 @@
+"""The JIT cache: compiled CPU kernels on disk, shared between runs.
+
+Numba stores pickles, which run code when they are loaded, so a folder is used only if nobody else can write to it. The cache
+never causes a failure: an unreadable entry is compiled again, an unwritable one is not stored, and one log line says so.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import pickle
+import re
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from numba.core import caching, ccallback, config, dispatcher, registry
+
+from auraflux.errors import SettingsError
+from auraflux.machine import cache_folder
+
+log = logging.getLogger("auraflux")
+
+VERSIONS = 4  # of the kernels that stay on disk
+UNFINISHED_S = 600.0  # an older temporary file belongs to a process that died
+OURS = re.compile(r"[0-9a-f]{16}")
+settings: Any = config  # its attributes are created at import time, which type checkers cannot see
+
+
+def open_folder(version: str) -> str:
+    """Create the folder for one version of the kernels; return "" and log one warning where no folder is usable."""
+    try:
+        base = cache_folder()
+        folder = base / "numba" / version
+        base.parent.mkdir(parents=True, exist_ok=True)
+        for each in (base, folder.parent, folder):
+            each.mkdir(mode=0o700, exist_ok=True)
+            if (reason := _unsafe(each)) is not None:
+                return _no_cache(reason)
+        os.utime(folder)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            return _no_cache(f"{folder} cannot be written")
+    except SettingsError as err:
+        return _no_cache(str(err).rstrip("."))
+    except OSError as err:
+        return _no_cache(f"{err.filename or folder} cannot be used: {err.strerror}")
+    _remove_old(folder)
+    _remove_unfinished(folder)
+    return str(folder)
+
+
+def _no_cache(reason: str) -> str:
+    log.warning(
+        "The JIT cache is off, so every run compiles its kernels again: %s. Set AURAFLUX_CACHE to a folder that can be used.",
+        reason,
+    )
+    return ""
+
+
+def _unsafe(folder: Path) -> str | None:
+    """Return why other users could have written to a folder; None if they could not."""
+    found = folder.stat()
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"{folder} belongs to another user"
+    shared = found.st_mode & stat.S_IWGRP and found.st_gid != os.getegid()
+    if shared or found.st_mode & stat.S_IWOTH:
+        return f"other users may write to {folder}"
+    return None
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove all but the newest versions, and no other files."""
+    with contextlib.suppress(OSError):
+        versions = [each for each in folder.parent.iterdir() if OURS.fullmatch(each.name) and _is_ours(each)]
+        for old in sorted(versions, key=lambda each: each.stat().st_mtime, reverse=True)[VERSIONS:]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove temporary files of processes that were killed; newer ones may still be in use."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob("*.tmp.*"):
+            if time.time() - path.stat().st_mtime > UNFINISHED_S:
+                path.unlink(missing_ok=True)
+
+
+def _is_ours(folder: Path) -> bool:
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+class _Files(caching.IndexDataCacheFile):
+    """The files of one function, one for each signature, named after it.
+
+    Numba numbers them in an index, and two processes that compile at once give one number to two signatures.
+    """
+
+    def __init__(self, folder: str, name: str):
+        super().__init__(folder, name, None)
+        self._stem = os.path.join(folder, name)
+
+    def _path(self, key: Any) -> str:
+        return f"{self._stem}.{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.nbc"
+
+    def has(self, key: Any) -> bool:
+        return os.path.exists(self._path(key))
+
+    def load(self, key: Any) -> Any:
+        try:
+            content = Path(self._path(key)).read_bytes()
+            digest, content = content[:32], content[32:]
+            return pickle.loads(content) if hashlib.sha256(content).digest() == digest else None
+        # includes pickles of another version of a package
+        except Exception:
+            return None
+
+    def save(self, key: Any, data: Any) -> None:
+        content = self._dump(data)
+        with self._open_for_write(self._path(key)) as file:
+            file.write(hashlib.sha256(content).digest() + content)
+
+
+_said = threading.Event()
+
+
+def _say_unwritten(folder: str, err: Exception) -> None:
+    if not _said.is_set():
+        _said.set()
+        reason = getattr(err, "strerror", None) or "there is not enough memory"
+        log.warning("Compiled kernels cannot be cached in %s: %s.", folder, reason)
+
+
+class _Found(caching.CompileResultCacheImpl):
+    """Looks only in the chosen folder."""
+
+    _locator_classes = [caching.UserProvidedCacheLocator]  # noqa: RUF012
+
+
+class _KernelCache(caching.FunctionCache):
+    """Numba's cache of one function, without failures."""
+
+    _impl_class = _Found
+
+    def __init__(self, function: Any):
+        super().__init__(function)
+        self._cache_file = _Files(str(self._cache_path), self._impl.filename_base)
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except (OSError, MemoryError) as err:
+            _say_unwritten(str(self._cache_path), err)
+
+    def has(self, sig: Any) -> bool:
+        key = self._index_key(sig, registry.cpu_target.target_context.codegen())
+        # numba declares it as its own kind of file
+        file: Any = self._cache_file
+        return file.has(key)
+
+
+def _cache_of(function: Any) -> Any:
+    try:
+        return _KernelCache(function)
+    except (OSError, RuntimeError):
+        # Numba found no folder it can write to
+        return caching.NullCache()
+
+
+def is_cached(folder: str, function: Any, signature: Any) -> bool:
+    """Return whether a folder has compiled code of a function; it may still be unreadable."""
+    with cached_in(folder):
+        cache = _cache_of(function)
+        if not isinstance(cache, _KernelCache):
+            return False
+        return cache.has(signature)
+
+
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def cached_in(folder: str) -> Iterator[None]:
+    """Cache what Numba compiles with `cache=True` in a folder while inside; with "", nowhere."""
+    made = _cache_of if folder else lambda function: caching.NullCache()
+    places: tuple[Any, ...] = (dispatcher, ccallback)
+    with _lock:
+        before = settings.CACHE_DIR, [place.FunctionCache for place in places]
+        settings.CACHE_DIR = folder
+        for place in places:
+            place.FunctionCache = made
+        try:
+            yield
+        finally:
+            settings.CACHE_DIR = before[0]
+            for place, cache in zip(places, before[1], strict=True):
+                place.FunctionCache = cache

@@ -1,0 +1,203 @@
+"""`LanguageModel`, which `auraflux.load` returns: text or tokens in; text, tokens or logits out."""
+
+import operator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from auraflux.engine.request import Output, Request, RequestStats
+from auraflux.engine.sampling import Sampling
+from auraflux.errors import InputError, SettingsError
+from auraflux.scheduler.scheduler import Scheduler
+from auraflux.scheduler.sequence import Sequence as RunningSequence
+from auraflux.scheduler.stats import Stats
+from auraflux.weights.experts.stats import ExpertCacheStatsByLayer
+from auraflux.weights.experts.store import ExpertStore
+from auraflux.weights.parallel.expert_placement import PlacementResult
+
+Prompt = str | Sequence[int]
+Message = dict[str, Any]
+
+
+class LanguageModel:
+    """A loaded model with its tokenizer and KV cache. Threads may share it; their sequences decode in one batch.
+
+    path        of the checkpoint
+    model_type  family of the model
+    tokenizer   None for a folder without one: prompts and outputs are then token ids
+    scheduler   of all sequences
+    stats       of the last generation
+    notes       remarks for the user on how the weights were loaded
+    experts     expert store of a packed model; its `traffic()` counts the bytes read
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, path: Path, notes: list[str], experts: ExpertStore | None = None, *, model_type: str = ""
+    ):
+        self.scheduler, self.engine, self.tokenizer = scheduler, scheduler.engine, scheduler.admission.tokenizer
+        self.path, self.notes, self.experts, self.model_type = path, notes, experts, model_type
+        self.stats = Stats()
+
+    @property
+    def context(self) -> int:
+        """Maximum tokens of a prompt and its continuation together."""
+        return self.engine.cache.context
+
+    def logits(self, ids: Prompt) -> Tensor:
+        """Return the logits after each token of a prompt, computed through the KV cache: [T, V] float32."""
+        tokens = self._ids(ids)
+        self.scheduler.check(Request(tuple(tokens)))
+        with self.scheduler.exclusive():
+            sequence = self.engine.cache.open()
+            try:
+                return self.engine.all_logits(sequence, tokens)
+            finally:
+                sequence.close()
+
+    def generate(self, prompt: Prompt, **sampling: Any) -> Iterator[str]:
+        """Continue a prompt and stream text. `sampling` takes the fields of `Sampling`: max_tokens, temperature, ..."""
+        outputs = self._stream(self._ids(prompt), sampling)
+        return (output.text for _, output in outputs if output.text)
+
+    def tokens(self, prompt: Prompt, **sampling: Any) -> Iterator[int]:
+        """Continue a prompt and stream token ids."""
+        return _tokens_of(self._stream(self._ids(prompt), sampling))
+
+    def chat(self, messages: Sequence[Message], **sampling: Any) -> Iterator[str]:
+        """Reply to a conversation ({"role": ..., "content": ...}) and stream text; its cached prefix is reused."""
+        outputs = self._run(self._chat_request(messages, sampling))
+        return (output.text for _, output in outputs if output.text)
+
+    def generate_batch(self, prompts: Sequence[Prompt], **sampling: Any) -> list[str]:
+        """Continue several prompts in one batch."""
+        return self._run_batch([self._request(self._ids(prompt), sampling) for prompt in prompts])
+
+    def chat_batch(self, conversations: Sequence[Sequence[Message]], **sampling: Any) -> list[str]:
+        """Reply to several conversations in one batch."""
+        return self._run_batch([self._chat_request(messages, sampling) for messages in conversations])
+
+    def _run_batch(self, requests: list[Request]) -> list[str]:
+        self.stats, before = Stats(), self._traffic()
+        outputs: list[list[Output]] = [[] for _ in requests]
+        sequences = [self.scheduler.submit(request, each.append) for request, each in zip(requests, outputs, strict=True)]
+        try:
+            for sequence in sequences:
+                self.scheduler.wait(lambda sequence=sequence: sequence.finish_reason is not None)  # type: ignore[misc]
+                _raise_failure(sequence)
+        finally:
+            for sequence in sequences:
+                self.scheduler.cancel(sequence)
+        if sequences:
+            self._measure(self.stats, [_stats_of(each[-1]) for each in outputs], before)
+        return ["".join(output.text for output in each) for each in outputs]
+
+    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Render and encode a conversation up to the beginning of the reply."""
+        tokenizer = self._need_tokenizer("a conversation")
+        return tokenizer.encode(tokenizer.apply_template(list(messages)), special=False)
+
+    def reset(self) -> None:
+        """Clear the prefix cache."""
+        with self.scheduler.exclusive():
+            self.scheduler.prefix_cache.clear()
+
+    def place_experts(self) -> PlacementResult:
+        """Redistribute experts over ranks by how often each was chosen, between two steps; running sequences continue."""
+        if self.engine.ranks is None:
+            raise SettingsError("the model runs in one process: there are no ranks to place experts on.")
+        with self.scheduler.exclusive():
+            return self.engine.ranks.place_experts()
+
+    def _stream(self, prompt: list[int], sampling: dict[str, Any]) -> Iterator[tuple[RunningSequence, Output]]:
+        return self._run(self._request(prompt, sampling))
+
+    def _run(self, request: Request) -> Iterator[tuple[RunningSequence, Output]]:
+        stats, before, outputs = Stats(), self._traffic(), deque[Output]()
+        self.stats = stats
+        sequence = self.scheduler.submit(request, outputs.append)
+        try:
+            while sequence.finish_reason is None or outputs:
+                self.scheduler.wait(lambda: bool(outputs))
+                output = outputs.popleft()
+                if output.stats is not None:
+                    self._measure(stats, [output.stats], before)
+                    _raise_failure(sequence)
+                yield sequence, output
+        finally:
+            self.scheduler.cancel(sequence)
+
+    def _request(self, prompt: list[int], sampling: dict[str, Any], ends: frozenset[int] | None = None) -> Request:
+        """Build a request that the scheduler will admit."""
+        request = Request(tuple(prompt), _sampling(sampling), stop_token_ids=ends)
+        self.scheduler.check(request)
+        return request
+
+    def _chat_request(self, messages: Sequence[Message], sampling: dict[str, Any]) -> Request:
+        """Build a request that also stops at the template's end-of-turn token."""
+        prompt = self.chat_ids(messages)
+        return self._request(
+            prompt, sampling, self.scheduler.admission.stop_token_ids | self._need_tokenizer("a conversation").end_of_turn_ids
+        )
+
+    def _traffic(self) -> ExpertCacheStatsByLayer | None:
+        return None if self.experts is None or self.experts.plan.mapped else self.experts.cache_stats()
+
+    def _measure(self, stats: Stats, requests: list[RequestStats], before: ExpertCacheStatsByLayer | None) -> None:
+        stats.set(requests)
+        stats.invariant = self.engine.runner.invariant
+        after = self._traffic()
+        if after is not None and before is not None:
+            stats.experts = after - before
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self._need_tokenizer("a string").encode(prompt)
+        return _token_ids(prompt)
+
+    def _need_tokenizer(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise InputError(f"{self.path} has no tokenizer files, so {what} cannot be tokenized. Give a list of token ids.")
+        return self.tokenizer
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """Convert a sequence of integers of any type to a list of int."""
+    try:
+        if isinstance(prompt, bytes | bytearray | memoryview):
+            raise TypeError
+        tokens = list(prompt)
+        if any(isinstance(token, bool) for token in tokens):
+            raise TypeError
+        return [operator.index(token) for token in tokens]
+    except TypeError as err:
+        raise InputError(f"a prompt must be a string or a list of token ids, not {prompt!r:.80}.") from err
+
+
+def _tokens_of(outputs: Iterator[tuple[RunningSequence, Output]]) -> Iterator[int]:
+    count = 0
+    for sequence, _ in outputs:
+        new = sequence.generated.tokens[count:]
+        count += len(new)
+        yield from new
+
+
+def _stats_of(output: Output) -> RequestStats:
+    assert output.stats is not None, "the last output carries the request's statistics"
+    return output.stats
+
+
+def _raise_failure(sequence: RunningSequence) -> None:
+    if sequence.failure is not None:
+        raise sequence.failure
+
+
+def _sampling(given: dict[str, Any]) -> Sampling:
+    known = [field.name for field in fields(Sampling)]
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise InputError(f"unknown sampling settings: {', '.join(unknown)}. Known: {', '.join(known)}.")
+    return Sampling(**given)

@@ -1,0 +1,186 @@
+"""`load`: from a path or a name to a model that is ready to generate."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from auraflux.cache import CacheSettings
+from auraflux.cache.prefix.disk import check_folder
+from auraflux.defaults import AUTO, CALIBRATE
+from auraflux.distributed.leader import Leader
+from auraflux.distributed.parallel import EXPERTS, TENSOR, Parallel
+from auraflux.engine.device import chunk_for, device_memory, find_device
+from auraflux.engine.early_compile import start_compiling, stop_compiling
+from auraflux.engine.engine import Engine
+from auraflux.errors import SettingsError
+from auraflux.loading.language_model import LanguageModel
+from auraflux.loading.memory_budget import RequestedSizes, free_model_memory, plan_memory
+from auraflux.loading.model_loader import ModelLoader
+from auraflux.loading.model_source import ModelSource
+from auraflux.loading.options import LoadOptions
+from auraflux.machine import cache_folder
+from auraflux.models.config import has_experts
+from auraflux.progress import Report, on_terminal
+from auraflux.renamed import renamed_arguments
+from auraflux.scheduler.scheduler import Scheduler
+from auraflux.speculative.draft_model import DraftModelProposer, check_vocabulary
+from auraflux.speculative.mtp import MTPDrafter
+from auraflux.speculative.ngram import NGramProposer
+from auraflux.speculative.speculation import Speculation
+from auraflux.weights.download.pull import locate
+from auraflux.weights.experts.settings import ExpertSettings, parse_nbytes
+from auraflux.weights.parallel.tensor_slices import Slices
+
+
+@renamed_arguments({"sequences": "max_sequences", "waiting": "max_queue"})
+def load(
+    path_or_name: str | Path | None = None,
+    device: str = "auto",
+    kv: str | CacheSettings = AUTO,
+    quantize: int | None = None,
+    exact: bool = False,
+    context: int | None = None,
+    *,
+    invariant: bool = False,
+    graphs: bool = True,
+    calibrate: str | Path = CALIBRATE,
+    expert_memory: str | int | ExpertSettings | None = None,
+    chunk: int | None = None,
+    max_sequences: int = 8,
+    cache_memory: str | int | None = None,
+    max_queue: int | None = None,
+    prefix_disk: str | int | None = None,
+    prefix_folder: str | Path | None = None,
+    speculate: str | Path | None = None,
+    parallel: str | Parallel | None = None,
+    report: Report | None = None,
+) -> LanguageModel:
+    """Load a model: a folder, a GGUF file, or a name that is downloaded on first use; None for the built-in model.
+
+    device         "auto" uses a GPU where there is one
+    kv             KV cache quantization: "none", "k4v4", "k8v4" or another pair of bits, or `CacheSettings`; "auto" is k4v4, or
+                   the setting that the model's family needs
+    quantize       bits to which dense weights are quantized while loading
+    exact          use float32 activations; otherwise CPU kernels quantize activations to int8 per group
+    context        maximum tokens of a sequence; by default the model's own limit, or what a quarter of the free memory holds
+    invariant      make CUDA kernels batch-invariant, see docs/numerics.md; CPU kernels always are
+    graphs         replay decode steps and prefill chunks; as CUDA graphs on a GPU
+    calibrate      per-channel mean and scale that are removed from keys before quantization: "auto" measures them when a model
+                   is first loaded and saves them; "off" uses none; or a file of saved ones
+    expert_memory  memory for the experts of a packed model, such as "4GB", or `ExpertSettings`; the others stay on disk
+    chunk          prefill chunk in tokens; by default 512, on a GPU 8192
+    max_sequences  sequences that decode in one batch; more wait in the queue
+    cache_memory   memory for the KV cache, prefix cache included: "8GB", or "half" of the free memory; by default enough for
+                   two sequences of full context
+    max_queue      requests that may wait; None for no limit
+    prefix_disk    disk space for prefix cache entries that memory has no room for, such as "20GB", below `prefix_folder`; by
+                   default none
+    speculate      speculative decoding: "ngram" drafts from the sequence so far, "mtp" with the model's MTP head, or a smaller
+                   model with the same vocabulary drafts; the output does not change, see docs/speculation.md
+    parallel       "pipeline=2", "tensor=2", "experts=2" or "context=2": run on several processes of this machine, each on its
+                   own GPU where `device` is a GPU; or `Parallel`, which may name other machines. See docs/distributed.md
+    report         called with a step's name, bytes done and bytes in total; by default a progress bar on a terminal
+    """
+    return load_with(
+        path_or_name,
+        LoadOptions(
+            device=device,
+            kv=kv,
+            quantize=quantize,
+            exact=exact,
+            invariant=invariant,
+            graphs=graphs,
+            context=context,
+            chunk=chunk,
+            max_sequences=max_sequences,
+            max_queue=max_queue,
+            cache_memory=cache_memory,
+            prefix_disk=prefix_disk,
+            prefix_folder=prefix_folder,
+            expert_memory=expert_memory,
+            calibrate=calibrate,
+            speculate=speculate,
+            parallel=parallel,
+            report=report,
+        ),
+    )
+
+
+def load_with(path_or_name: str | Path | None, options: LoadOptions) -> LanguageModel:
+    """Load a model with options, as `load` does."""
+    device, settings, experts = find_device(options.device), options.cache_settings, options.expert_settings
+    ranks = options.ranks
+    options.check()
+    chunk = options.chunk or chunk_for(device, options.invariant)
+    sizes = RequestedSizes(options.context, chunk, options.max_sequences, options.cache_memory)
+    disk = _disk(options)
+    # if loading fails, stop compiling kernels and release the other ranks
+    with on_terminal(options.report) as report, ExitStack() as cleanup:
+        cleanup.callback(stop_compiling)
+        path = locate(None if path_or_name is None else str(path_or_name), report)
+        draft_path = None if options.speculate in (None, "ngram", "mtp") else locate(str(options.speculate), report)
+        if device.type == "cpu" and ranks is None:
+            start_compiling(settings, options.exact)
+        source = ModelSource.open(path, settings, options.speculate == "mtp", ranks)
+        free = free_model_memory(source.checkpoint, device)
+        leader = None if ranks is None else cleanup.enter_context(_start_leader(ranks, source, device, options.prefix_disk))
+        budget = plan_memory(source, device, free, sizes, experts, leader)
+        loader = ModelLoader(source, budget, leader, options, device, source.tokenizer())
+        model, key_calibration = loader.run(report)
+        cleanup.pop_all()
+    engine = loader.engine(model, key_calibration)
+    speculation = None if options.speculate is None else _speculation(draft_path, loader, engine)
+    scheduler = Scheduler(
+        engine,
+        loader.tokenizer,
+        source.ends(loader.tokenizer),
+        max_sequences=options.max_sequences,
+        max_queue=options.max_queue,
+        disk=None if disk is None else loader.prefix_disk(engine, *disk),
+        watch=source.watch,
+        speculation=speculation,
+    )
+    return LanguageModel(scheduler, source.path, loader.notes(), budget.experts, model_type=source.kind)
+
+
+def _disk(options: LoadOptions) -> tuple[int, Path] | None:
+    """Return the size and the folder of the prefix cache on disk; None for none."""
+    folder = Path(options.prefix_folder or cache_folder() / "prefixes").absolute()
+    if options.prefix_disk is None:
+        return None
+    nbytes = parse_nbytes(options.prefix_disk)
+    check_folder(folder)
+    return nbytes, folder
+
+
+def _start_leader(ranks: Parallel, source: ModelSource, device: torch.device, disk: str | int | None) -> Leader:
+    """Form the group of ranks; refuse a layout that the model does not support."""
+    mesh = ranks.mesh
+    model, path = source.module.Model, source.path
+    if TENSOR in mesh.modes:
+        if (reason := model.no_tensor_parallel(source.config)) is not None:
+            raise SettingsError(f"{path} does not support tensor parallelism: {reason} Give --parallel pipeline={ranks.size}.")
+        for shape in source.shapes:
+            shape.sliced(Slices(0, ranks.size, lambda mine: mine).heads)
+    if not mesh.single_stage and (reason := model.no_pipeline_parallel(source.config)) is not None:
+        raise SettingsError(f"{path} does not support pipeline parallelism: {reason}")
+    if EXPERTS in mesh.modes and not has_experts(source.checkpoint.config):
+        raise SettingsError(f"{path} has no experts to distribute. Give --parallel pipeline={mesh.size}.")
+    if disk is not None:
+        raise SettingsError("--prefix-disk is not supported for a model that runs on several ranks.")
+    return Leader(ranks, source.checkpoint, device)
+
+
+def _speculation(draft_path: Path | None, loader: ModelLoader, engine: Engine) -> Speculation:
+    """Return the proposer of draft tokens: a draft model, the model's MTP head, or n-grams of the sequence so far."""
+    if draft_path is not None:
+        options = loader.options.for_draft(str(loader.device), loader.budget.sizes.context, loader.graphs)
+        draft, vocab = load_with(draft_path, options), engine.model.config.vocab
+        check_vocabulary(loader.tokenizer, draft.tokenizer, (vocab, draft.engine.model.config.vocab), str(draft_path))
+        return Speculation(lambda: DraftModelProposer(draft.engine, vocab), engine.chunk)
+    if not loader.source.mtp_shapes:
+        return Speculation(NGramProposer, engine.chunk)
+    with device_memory():
+        drafter = MTPDrafter.for_engine(engine, loader.source.mtp_shapes[0])
+    return Speculation(drafter.begin, engine.chunk, drafter.propose, drafter.observe_hidden)

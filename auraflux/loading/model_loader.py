@@ -1,0 +1,214 @@
+"""`ModelLoader`: loads weights, calibrates keys and builds the engine."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from auraflux.cache.key_calibration import ModelCalibration
+from auraflux.cache.prefix.disk import PrefixDisk
+from auraflux.distributed.leader import Leader
+from auraflux.distributed.shard import RankShard
+from auraflux.engine import calibration
+from auraflux.engine.device import device_memory, preload_kernels
+from auraflux.engine.engine import Engine
+from auraflux.loading.memory_budget import MemoryBudget
+from auraflux.loading.model_source import ModelSource
+from auraflux.loading.options import LoadOptions
+from auraflux.progress import Report
+from auraflux.tokenizer.tokenizer import Tokenizer
+from auraflux.weights.experts.row_table import loaded_nbytes
+from auraflux.weights.experts.store import ExpertStore
+from auraflux.weights.fingerprint import fingerprint
+from auraflux.weights.formats.stored import Checkpoint
+from auraflux.weights.loader import Weights
+from auraflux.weights.parallel.tensor_slices import UNSLICED
+
+
+@dataclass(frozen=True)
+class ModelLoader:
+    """A model whose memory is planned, before its weights are loaded.
+
+    leader  communicates with the other ranks; None for a single process
+    device  that `options` select
+    """
+
+    source: ModelSource
+    budget: MemoryBudget
+    leader: Leader | None
+    options: LoadOptions
+    device: torch.device
+    tokenizer: Tokenizer | None
+
+    @property
+    def graphs(self) -> bool:
+        """True if steps are replayed as graphs, which is impossible where each step reads the chosen experts from disk."""
+        return self.options.graphs and (self.budget.experts is None or self.budget.experts.plan.mapped)
+
+    @property
+    def calibrates(self) -> bool:
+        """True if the KV cache needs key calibration."""
+        return calibration.is_needed(self.options.calibrate, self.source.shapes, self.source.settings)
+
+    def run(self, report: Report) -> tuple[Any, ModelCalibration | None]:
+        """Load the weights and calibrate keys, together with the other ranks."""
+        source, budget, leader = self.source, self.budget, self.leader
+        if leader is not None:
+            leader.start_loading(
+                source.settings,
+                budget.settings,
+                quantize=self.options.quantize,
+                exact=self.options.exact,
+                invariant=self.options.invariant,
+                graphs=self.graphs,
+                sizes=asdict(budget.sizes),
+                calibrate=self.calibrates,
+            )
+        preload_kernels(self.device)
+        with device_memory():
+            model = self._model(report)
+            key_calibration = self._prepare(model, report)
+        source.watch.check()
+        if leader is not None:
+            leader.finish_loading(key_calibration)
+            key_calibration = leader.shard().slice_calibration(key_calibration)
+        return model, key_calibration
+
+    def _model(self, report: Report) -> Any:
+        source, budget = self.source, self.budget
+        return make_model(
+            source.module,
+            source.config,
+            source.checkpoint,
+            bits=self.options.quantize,
+            dtype=budget.dtype,
+            device=self.device,
+            experts=budget.experts,
+            report=report,
+            layers=budget.layers,
+            shard=None if self.leader is None else self.leader.shard(),
+            mtp=bool(source.mtp_shapes),
+        )
+
+    def _prepare(self, model: Any, report: Report) -> ModelCalibration | None:
+        """Calibrate keys; on a CPU, compile the kernels of the model at the same time."""
+
+        def calibrate(progress: Report) -> ModelCalibration:
+            return self._calibration(model, progress)
+
+        # a trial step would involve the other ranks, or read experts from disk
+        if self.device.type != "cpu" or self.leader is not None or self.budget.experts is not None:
+            return calibrate(report) if self.calibrates else None
+        # imported here: it needs Numba, which GPU installations lack
+        from auraflux.engine.compile_kernels import compile_kernels
+
+        return compile_kernels(
+            model,
+            self.source.shapes,
+            self.source.settings,
+            exact=self.options.exact,
+            calibrate=calibrate if self.calibrates else None,
+            dtype=self.budget.dtype,
+            report=report,
+        )
+
+    def _calibration(self, model: Any, report: Report) -> ModelCalibration:
+        """Load the saved key calibration of the model, or measure it."""
+        source, experts, device, leader = self.source, self.budget.experts, self.device, self.leader
+        nbytes = loaded_nbytes(source.checkpoint.sizes())
+        count = calibration.calibration_tokens(nbytes, device, experts is not None and not experts.plan.mapped)
+        run = model if leader is None else leader.calibration_model(model)
+        return calibration.load_or_calibrate(
+            self.options.calibrate,
+            run,
+            source.shapes,
+            source.path,
+            self.tokenizer,
+            count,
+            dtype=self.budget.dtype,
+            device=device,
+            nbytes=nbytes,
+            report=report,
+            ranks=leader,
+        )
+
+    def engine(self, model: Any, key_calibration: ModelCalibration | None) -> Engine:
+        """Build the engine with its KV cache."""
+        sizes = self.budget.sizes
+        with device_memory():
+            engine = Engine(
+                model,
+                self.budget.shapes,
+                self.source.settings,
+                context=sizes.context,
+                sequences=sizes.sequences,
+                tokens=sizes.tokens,
+                cached_sequences=sizes.cached_sequences,
+                chunk=sizes.chunk,
+                key_calibration=key_calibration,
+                exact=self.options.exact,
+                invariant=self.options.invariant,
+                graphs=self.graphs,
+                ranks=self.leader,
+                hidden=bool(self.source.mtp_shapes),
+                dtype=self.budget.dtype,
+                device=self.device,
+            )
+            if engine.batch_invariant:
+                engine.try_token()
+        return engine
+
+    def prefix_disk(self, engine: Engine, nbytes: int, folder: Path) -> PrefixDisk:
+        """Return the prefix cache on disk; entries of other models and of other settings have other folders."""
+        variant = ["invariant"] if engine.batch_invariant else []
+        name = fingerprint(self.source.path, self.options.quantize, self.options.exact, engine.cache.format, *variant)
+        return PrefixDisk(folder / name, nbytes, name)
+
+    def notes(self) -> list[str]:
+        """Return remarks for the user."""
+        experts, trained = self.budget.experts, self.source.config.context
+        notes = [*self.source.checkpoint.notes, *(experts.notes if experts is not None else ())]
+        notes += self.leader.notes if self.leader is not None else ()
+        if self.budget.sizes.context > trained:
+            notes.append(f"the model was trained on sequences of {trained:,} tokens; output beyond that may be nonsense.")
+        return notes
+
+
+def make_model(
+    module: Any,
+    config: Any,
+    checkpoint: Checkpoint,
+    bits: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    experts: ExpertStore | None,
+    report: Report,
+    layers: range | None = None,
+    shard: RankShard | None = None,
+    mtp: bool = False,
+) -> Any:
+    """Load a model, or some of its layers, or a shard of each; `mtp` includes the MTP head."""
+    total, done = sum(checkpoint.sizes().values()), 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        report("loading", done, total)
+
+    weights = Weights(
+        checkpoint,
+        module.rename,
+        bits=bits,
+        dtype=dtype,
+        device=device,
+        experts=experts,
+        span=layers,
+        expert_sharding=None if shard is None else shard.expert_sharding,
+        slices=UNSLICED if shard is None else shard.slices,
+        mtp=mtp,
+        advance=advance,
+    )
+    model = module.Model(config, weights)
+    weights.check_loaded()
+    return model

@@ -1,0 +1,171 @@
+"""Warm-up before the first request: compile kernels and record graphs of the usual steps."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from auraflux.engine.engine import DECODE_SIZES, PREFILL_SIZES
+from auraflux.loading.language_model import LanguageModel
+from auraflux.progress import Report
+from auraflux.scheduler.prefill_budget import TOGETHER
+
+log = logging.getLogger("auraflux")
+
+DECODED = 8  # tokens of every sequence
+DRY_RUN_DECODED = 2  # tokens of sequences that only show which kernels are launched
+TILE_STEP = 128  # prefill tokens between two batches: the tiling of matrix products depends on their number
+
+
+class WarmupBatch(NamedTuple):
+    """Prompts that are submitted together.
+
+    sequences  number of prompts
+    tokens     of each prompt
+    shared     all prompts are equal: one is prefilled, the others hit the prefix cache
+    """
+
+    sequences: int
+    tokens: int
+    shared: bool = False
+
+
+def warm_up(loaded: LanguageModel, report: Report) -> None:
+    """Compile kernels and record graphs of all usual steps."""
+    scheduler, engine = loaded.scheduler, loaded.engine
+    batches, counts = _fitting(loaded, standard_batches(loaded)), engine.mixed_batch_counts(scheduler.max_sequences)
+    compile_ahead(loaded, batches, counts, report)
+    for done, batch in enumerate(batches):
+        report(f"warming up: batch of {batch.sequences}", done, len(batches) + len(counts))
+        _run(loaded, batch, DECODED)
+    for done, sequences in enumerate(counts, len(batches)):
+        report(f"warming up: mixed batch of {sequences}", done, len(batches) + len(counts))
+        engine.warm_up_mixed(sequences)
+    scheduler.counts = type(scheduler.counts)()
+    if scheduler.speculation is not None:
+        scheduler.speculation.reset_counts()
+
+
+def compile_ahead(loaded: LanguageModel, batches: list[WarmupBatch], counts: list[int], report: Report) -> None:
+    """Compile the kernels of a GPU's steps on all cores; running the steps would compile them one by one."""
+    engine = loaded.engine
+    # other ranks would have to join every step, and offloaded experts would be read from disk
+    if not batches or not engine.graphs.runs_ahead or loaded.experts is not None or loaded.scheduler.speculation is not None:
+        return
+    try:
+        from auraflux.ops.gpu import ahead
+    except ImportError:
+        # no Triton, or an incompatible version
+        return
+    if not ahead.is_supported():
+        return
+    began, batches = time.perf_counter(), list(dict.fromkeys([*batches, *_fitting(loaded, packed_prefills(engine.chunk))]))
+    with engine.graphs.disabled(), ahead.record_compilations() as fresh:
+        try:
+            _dry_run(loaded, batches, counts, fresh, report)
+        except Exception as err:
+            log.warning("compiling kernels one by one: %s", err)
+    if fresh:
+        log.info("compiled %d kernels in %.0f s; cached for the next start", len(fresh), time.perf_counter() - began)
+
+
+def _dry_run(loaded: LanguageModel, batches: list[WarmupBatch], counts: list[int], fresh: list[str], report: Report) -> None:
+    """Run steps without launching kernels, to compile them; stop after the first if `fresh` shows that all were cached."""
+    from auraflux.ops.gpu.ahead import compile_launches_ahead
+
+    def progress(done: int, total: int) -> None:
+        report("compiling kernels", done, total)
+
+    model: Any = loaded.engine.model
+    # the longest prompt first: short ones launch the same kernels in layers with and without a sliding window
+    first, *others = sorted(batches, key=lambda batch: (batch.sequences, -batch.tokens))
+    with compile_launches_ahead(progress) as launched:
+        recorded = [RecordedLayer(layer, launched) for layer in model.layers]
+        with _layers(model, recorded):
+            _run(loaded, first, DRY_RUN_DECODED)
+    if not fresh:
+        return
+    with compile_launches_ahead(progress), _layers(model, one_layer_per_kind(recorded)):
+        for done, batch in enumerate(others):
+            report("finding kernels", done, len(others) + len(counts))
+            _run(loaded, batch, DRY_RUN_DECODED)
+        for done, sequences in enumerate(counts, len(others)):
+            report("finding kernels", done, len(others) + len(counts))
+            loaded.engine.warm_up_mixed(sequences, times=1)
+
+
+class RecordedLayer:
+    """Layer that records the kernels it launches; `kind` lists them."""
+
+    def __init__(self, layer: Any, launched: list[str]):
+        self.layer, self.kind = layer, ""
+        self._launched = launched
+
+    def __call__(self, *args: Any) -> Any:
+        return self._recorded(self.layer, args)
+
+    def update_cache(self, *args: Any) -> Any:
+        return self._recorded(self.layer.update_cache, args)
+
+    def _recorded(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        before = len(self._launched)
+        found = work(*args)
+        self.kind += "".join(f"{each}\n" for each in self._launched[before:])
+        return found
+
+
+class SkippedLayer:
+    """Identity in place of a layer whose kernels another layer launches; the model's output is then meaningless."""
+
+    def __call__(self, x: Tensor, delta: Tensor | None, *others: Any) -> tuple[Tensor, Tensor | None]:
+        return x, delta
+
+
+def one_layer_per_kind(recorded: list[RecordedLayer]) -> list[Any]:
+    """Skip all layers but the first of each kind and the last, which computes the last token's output only."""
+    firsts = {each.kind: each for each in reversed(recorded)}.values()
+    return [each.layer if each in firsts or each is recorded[-1] else SkippedLayer() for each in recorded]
+
+
+@contextmanager
+def _layers(model: Any, layers: list[Any]) -> Iterator[None]:
+    """Replace the layers of a model inside the block."""
+    before, model.layers = model.layers, layers
+    try:
+        yield
+    finally:
+        model.layers = before
+
+
+def standard_batches(loaded: LanguageModel) -> list[WarmupBatch]:
+    """Return the batches whose steps are recorded."""
+    if loaded.experts is not None:
+        # reading experts from disk costs more than compiling
+        return [WarmupBatch(1, 8)]
+    if loaded.engine.device.type == "cpu":
+        return [WarmupBatch(1, 32), WarmupBatch(8, 32)]
+    # a step is recorded on its second run, once per length bucket
+    alone = [WarmupBatch(1, size) for size in PREFILL_SIZES for _ in range(2)]
+    together = [WarmupBatch(count, tokens, shared=True) for tokens in (16, 1024) for count in DECODE_SIZES]
+    # prompts beyond the largest replayed step are prefilled as one batch, by kernels for powers of two of them
+    several = [WarmupBatch(count, 2 * PREFILL_SIZES[-1] // count) for count in (2, 4, TOGETHER)]
+    return [*alone, *together, *several, WarmupBatch(2 * TOGETHER, 1024), WarmupBatch(2 * TOGETHER, 1024)]
+
+
+def packed_prefills(chunk: int) -> list[WarmupBatch]:
+    """Return batches of prompts that are prefilled together, for every number of tokens with its own tiling."""
+    return [WarmupBatch(TOGETHER, total // TOGETHER) for total in range(PREFILL_SIZES[-1] + TILE_STEP, chunk + 1, TILE_STEP)]
+
+
+def _fitting(loaded: LanguageModel, batches: list[WarmupBatch]) -> list[WarmupBatch]:
+    limit, room = loaded.scheduler.max_sequences, loaded.context - DECODED
+    return [batch for batch in batches if batch.sequences <= limit and batch.tokens <= room]
+
+
+def _run(loaded: LanguageModel, batch: WarmupBatch, decoded: int) -> None:
+    prompts = [[0 if batch.shared else number] * batch.tokens for number in range(batch.sequences)]
+    loaded.generate_batch(prompts, max_tokens=decoded, ignore_eos=True)
+    loaded.reset()

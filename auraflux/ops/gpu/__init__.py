@@ -1,0 +1,1 @@
+"""The runtime around the CUDA kernels of all families: device facts, launches, ahead-of-time compilation, streams."""

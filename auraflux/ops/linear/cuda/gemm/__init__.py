@@ -1,0 +1,1 @@
+"""Products of several tokens with weights on CUDA: skinny GEMMs on codes, wgmma tiles, clusters."""

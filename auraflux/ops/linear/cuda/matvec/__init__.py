@@ -1,0 +1,1 @@
+"""Products of one token with weights on CUDA, by weight format."""

@@ -1,0 +1,1 @@
+"""Experts for many tokens on CUDA: grouped GEMMs and a persistent kernel."""

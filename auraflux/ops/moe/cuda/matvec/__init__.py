@@ -1,0 +1,1 @@
+"""Experts for one or a few tokens on CUDA."""

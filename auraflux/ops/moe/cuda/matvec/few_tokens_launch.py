@@ -1,0 +1,74 @@
+"""Launch of the `slots` kernels (`few_tokens.py`)."""
+
+import torch
+from torch import Tensor
+
+from auraflux.ops.gpu.device import multiprocessors
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv
+from auraflux.ops.moe.cuda.matvec.few_tokens import Router, SlotShape, down_slots, up_slots
+from auraflux.ops.moe.cuda.stacks import Epilogue, gate_of, shared_args, stack_args
+from auraflux.ops.moe.experts import Experts, SharedExpert
+from auraflux.ops.moe.routing import Routing
+
+UP_WARPS = 16
+DOWN_WARPS = 8
+MOST_TILES = 5  # of a program of `up_slots`, one lane of a warp for each of their arrays
+MOST_NBYTES = 112 << 10  # of shared memory for tiles; with more, `down_slots` does not fit on the same multiprocessor
+MOST_GROUPS = 256  # of 16 rows, all slots together: all their codes are in shared memory
+MOST_SLOTS = 32  # one lane for each
+MOST_CHOICES = 512  # experts whose scores fit the lanes of a warp
+MOST_ORDERED = 2048  # inputs, of which each warp of `up_slots` has one quad
+
+
+def multiply(x: Tensor, ids: Tensor, weights: Tensor | None, experts: Experts, out: Tensor) -> Tensor:
+    """Run `expert_mlp` for few tokens, or without weights `expert_parts`: each pair reads its expert separately."""
+    shape = SlotShape(0, ids.shape[1], 0, "", False, 0, DOWN_WARPS)
+    return _launch(x, (ids, weights), Router(None, None, 1.0), Epilogue(), experts, None, out, shape)
+
+
+def mix(
+    x: Tensor, scores: Tensor, routing: Routing, bias: Tensor | None, experts: Experts, h: Tensor,
+    shared: Tensor | SharedExpert | None, shared_gate: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Run `mixture` for few tokens."""
+    padded = cdiv(experts.count, 32) * 32
+    shape = SlotShape(0, routing.k, padded, routing.scoring, routing.renormalize, 0, DOWN_WARPS)
+    shared_expert, shared_output = (shared, None) if isinstance(shared, SharedExpert) else (None, shared)
+    router, epilogue = Router(scores, bias, float(routing.scale)), Epilogue(h, shared_output, shared_gate)
+    return _launch(x, (None, None), router, epilogue, experts, shared_expert, torch.empty_like(x), shape)
+
+
+def _launch(
+    x: Tensor, given: tuple[Tensor | None, Tensor | None], router: Router, epilogue: Epilogue, experts: Experts,
+    shared_expert: SharedExpert | None, out: Tensor, shape: SlotShape,
+) -> Tensor:  # fmt: skip
+    """Launch both kernels; `given` are ids and weights, `shape` lacks widths and tiles."""
+    tokens, inner, hidden, k = x.shape[0], experts.inner, experts.hidden, shape.k
+    slots, (ids, weights) = k if shared_expert is None else k + 1, given
+    between = x.new_empty(tokens * slots, inner)
+    shared_gate_args, shared_up_args, shared_down_args = shared_args(shared_expert)
+    programs, most = up_sizes(hidden, slots * inner // 16, tokens, multiprocessors(x.device))
+    launch(up_slots, (programs, tokens))(
+        x, ids, router.scores, router.bias, stack_args(gate_of(experts)), stack_args(experts.up),
+        shared_gate_args, shared_up_args, between, experts.count, inner, shape._replace(width=hidden, tiles=most),
+        num_warps=UP_WARPS, launch_pdl=True,
+    )  # fmt: skip
+    launch(down_slots, (hidden // 16, tokens))(
+        between, ids, weights, router, epilogue, stack_args(experts.down), shared_down_args, out, experts.count, hidden,
+        shape._replace(width=inner), num_warps=DOWN_WARPS, launch_pdl=True,
+    )  # fmt: skip
+    return out
+
+
+def order_of(experts: Experts, k: int) -> tuple[int, int]:
+    """Return ORDERED of the `persistent` kernels that sums as these do without a shared expert."""
+    quads = experts.inner // 256
+    return 1, 2 if cdiv(k * quads, DOWN_WARPS) == quads else 1
+
+
+def up_sizes(hidden: int, tiles: int, tokens: int, processors: int) -> tuple[int, int]:
+    """Return programs of `up_slots` per token, about one per multiprocessor if that suffices, and their tiles at most."""
+    room = max(1, min(MOST_TILES, MOST_NBYTES // (18 * hidden)))
+    most = min(cdiv(tiles * tokens, processors), room)
+    return max(cdiv(tiles, most), min(processors // tokens, tiles)), most

@@ -1,0 +1,1 @@
+"""Decode attention over the quantized KV cache on Hopper."""

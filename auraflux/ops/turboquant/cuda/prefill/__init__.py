@@ -1,0 +1,1 @@
+"""Prefill attention over the quantized KV cache on CUDA."""

@@ -1,1 +1,0 @@
-"""From text to tokens and back: tokenizer, chat template, sampler, and the loop that generates."""

@@ -1,0 +1,1 @@
+"""Continuous batching: queue, admission, chunked prefill, decode, preemption."""

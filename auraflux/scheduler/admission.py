@@ -1,0 +1,73 @@
+"""Admission: a request is checked and becomes a sequence."""
+
+from collections.abc import Callable
+from itertools import islice, pairwise
+from typing import Any
+
+from auraflux.engine.engine import Engine
+from auraflux.engine.request import Output, Request
+from auraflux.errors import ContextError, InputError
+from auraflux.scheduler.generation import Generation
+from auraflux.scheduler.sequence import Sequence
+from auraflux.tokenizer.grammar import GrammarCompiler, Matcher
+
+LONG_MESSAGES = 2  # at the start of a prompt, after each of which a checkpoint is made for other prompts
+
+
+class Admission:
+    """Turns requests into sequences.
+
+    tokenizer       None for a model whose prompts and outputs are token ids
+    stop_token_ids  tokens that end a generation, unless a request names others
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Any | None, stop_token_ids: frozenset[int]):
+        self.engine, self.tokenizer, self.stop_token_ids = engine, tokenizer, stop_token_ids
+        self._grammars: GrammarCompiler | None = None
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that cannot be served."""
+        context, sampling = self.engine.cache.context, request.sampling
+        if not request.prompt:
+            raise InputError("the prompt is empty: there is nothing to continue.")
+        vocab, tokens = self.engine.model.config.vocab, (*request.prompt, *sampling.logit_bias)
+        wrong = next((token for token in (min(tokens), max(tokens)) if not 0 <= token < vocab), None)
+        if wrong is not None:
+            raise InputError(f"token {wrong} is not in the model's vocabulary of {vocab}.")
+        if len(request.prompt) > context:
+            raise ContextError(
+                f"the prompt has {len(request.prompt)} tokens, and the context is limited to {context}. "
+                f"Load the model with context={len(request.prompt) + 1} or more (--context), or shorten the prompt."
+            )
+        if sampling.grammar is not None and self.tokenizer is None:
+            raise InputError("a model without a tokenizer cannot follow a grammar.")
+
+    def sequence(self, request: Request, on_output: Callable[[Output], None]) -> Sequence:
+        """Make the sequence of a checked request."""
+        sampling, prompt = request.sampling, list(request.prompt)
+        stops = self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
+        matcher = None if sampling.grammar is None else self._matcher(sampling.grammar, stops)
+        room = self.engine.cache.context - len(prompt) + 1
+        limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        generated = Generation(prompt, sampling, limit, stops, self.tokenizer, request.visible_special_tokens, matcher)
+        return Sequence(request, generated, on_output, self._checkpoint_lengths(prompt))
+
+    def _matcher(self, grammar: str, stops: frozenset[int]) -> Matcher:
+        if self._grammars is None:
+            assert self.tokenizer is not None
+            self._grammars = GrammarCompiler(self.tokenizer, self.engine.model.config.vocab, self.stop_token_ids or stops)
+        return self._grammars.matcher(grammar, stops)
+
+    def _checkpoint_lengths(self, prompt: list[int]) -> list[int]:
+        """Return the lengths at which other prompts are likely to branch off.
+
+        They are the position before the last token, the start of the last message, and the ends of the first long messages,
+        which are instructions that other prompts share.
+        """
+        lengths = {len(prompt) - 1}
+        if self.tokenizer is not None and self.engine.cache.needs_checkpoints:
+            special = self.tokenizer.special_ids
+            messages = [at for at, token in enumerate(prompt) if at and token in special]
+            long = (at for before, at in pairwise([0, *messages]) if at - before >= self.engine.cache.page)
+            lengths |= {*messages[-1:], *islice(long, LONG_MESSAGES)}
+        return sorted(lengths - {0})

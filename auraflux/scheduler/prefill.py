@@ -1,0 +1,80 @@
+"""Chunked prefill: which prompt chunks are next, which share a step, and which prefixes become available to others."""
+
+from torch import Tensor
+
+from auraflux.cache.prefix.prefix_cache import PrefixCache
+from auraflux.engine.engine import Engine
+from auraflux.scheduler.prefill_budget import PrefillBudget
+from auraflux.scheduler.sequence import Sequence
+from auraflux.speculative.speculation import Speculation
+
+PrefillChunk = tuple[Sequence, int]  # a sequence, and how many of its next prompt tokens
+
+
+class PrefillRunner:
+    """Computes prompt chunks.
+
+    speculation  of speculative decoding, which learns from hidden states; None without
+    """
+
+    def __init__(self, engine: Engine, prefix_cache: PrefixCache):
+        self.engine, self.prefix_cache = engine, prefix_cache
+        self.speculation: Speculation | None = None
+        self.budget = PrefillBudget(engine.chunk, engine.device.type)
+
+    def next(self, running: list[Sequence], while_decoding: bool) -> list[list[PrefillChunk]]:
+        """Return the next chunks; those of one list share a step."""
+        prefilling = [sequence for sequence in running if sequence.uncomputed > 0]
+        if not prefilling:
+            return []
+        decoding = len(running) - len(prefilling) if while_decoding else 0
+        budget = self.budget.tokens(sum(sequence.uncomputed for sequence in prefilling), len(prefilling), decoding)
+        one = self.speculation is None and bool(self.engine.mixed_chunk_sizes(decoding))
+        shares = self.budget.split([sequence.next_chunk for sequence in prefilling], budget, one)
+        chunks = [(sequence, share) for sequence, share in zip(prefilling, shares, strict=True) if share]
+        return [[each] for each in chunks] if self.engine.prefers_separate_steps(sum(shares)) else [chunks]
+
+    def fits_mixed_batch(self, chunks: list[PrefillChunk], running: list[Sequence]) -> bool:
+        """Return whether this chunk shares a mixed batch with the next decode step."""
+        if self.speculation is not None or len(chunks) > 1:
+            return False
+        decoding = sum(sequence.uncomputed <= 0 for sequence in running)
+        return all(self.engine.fit_mixed_chunk(decoding, tokens, tokens < sequence.next_chunk) for sequence, tokens in chunks)
+
+    def completes_prompts(self, chunks: list[PrefillChunk], running: list[Sequence]) -> bool:
+        """Return whether this step can return last-token logits: it ends all its prompts, and nothing else decodes."""
+        tokens = sum(count + 1 for _, count in chunks)
+        fits = tokens <= self.engine.chunk and not self.engine.prefers_separate_steps(tokens)
+        alone = self.speculation is None and all(sequence.uncomputed for sequence in running)
+        ends = all(sequence.uncomputed == count for sequence, count in chunks)
+        return self.engine.supports_last_logits(len(chunks)) and fits and alone and ends
+
+    def run(self, chunks: list[PrefillChunk]) -> None:
+        """Compute prompt chunks in one step."""
+        sequences, starts = [sequence for sequence, _ in chunks], [sequence.kv.length for sequence, _ in chunks]
+        ids = [sequence.ids[at : at + count] for (sequence, count), at in zip(chunks, starts, strict=True)]
+        with self.budget.measured(sum(count for _, count in chunks)):
+            hidden = self.engine.prefill([sequence.kv for sequence in sequences], ids)
+            if self.speculation is not None and self.engine.returns_hidden:
+                rows = hidden.split([count for _, count in chunks])
+                self.speculation.observe_hidden(list(zip(sequences, starts, rows, strict=True)))
+        for sequence in sequences:
+            self.publish(sequence)
+
+    def run_to_logits(self, sequences: list[Sequence]) -> Tensor:
+        """Compute the rest of prompts including their last tokens; return the last-token logits, [B, V]."""
+        ids = [sequence.ids[sequence.kv.length :] for sequence in sequences]
+        logits = self.engine.prefill_last_logits([sequence.kv for sequence in sequences], ids)
+        for sequence in sequences:
+            self.publish(sequence, with_last=True)
+        return logits
+
+    def publish(self, sequence: Sequence, with_last: bool = False) -> None:
+        """Make the computed prefix of a sequence available to other prompts, at checkpoints and at the end of its prompt.
+
+        with_last  the last token of the prompt is computed too
+        """
+        if sequence.kv.length - with_last in sequence.checkpoint_lengths:
+            sequence.kv.checkpoint(before=int(with_last))
+        if sequence.uncomputed <= 0 and sequence.prefix_entry is None:
+            sequence.prefix_entry = self.prefix_cache.insert_live(sequence.ids[:-1], sequence.kv)

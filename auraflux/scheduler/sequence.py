@@ -1,0 +1,111 @@
+"""`Sequence`: one running generation, from admission to its last output."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from auraflux.cache import KVSequence, Snapshot
+from auraflux.cache.prefix.prefix_cache import PrefixEntry
+from auraflux.engine.request import Output, Request, RequestStats, TokenLogprob
+from auraflux.scheduler.generation import Generation
+from auraflux.speculative.draft_state import DraftState
+
+
+class Sequence:
+    """The tokens of a request, their state and their KV pages.
+
+    ids                 all known tokens: the prompt, then those generated
+    generated           the generated tokens with their text, sampler state and finish reason
+    kv_sequence         its pages in the cache; None while it is queued. It decodes once all tokens but the last are computed
+    prefix_entry        lets other prompts branch from it
+    checkpoint_lengths  lengths at which prefill makes a checkpoint, ascending
+    cached_tokens       prompt tokens that the prefix cache had at first admission
+    disk_checked        whether the prefixes on disk were searched
+    disk_fetch          the prefix being read from disk
+    cancelled           the client no longer wants it
+    failure             the error that ended it
+    draft_state         of speculative decoding; None without
+    steps               decode steps so far
+    draft_checkpoint    length of the checkpoint made for a verify step; None for none
+    """
+
+    def __init__(
+        self, request: Request, generated: Generation, on_output: Callable[[Output], None], checkpoint_lengths: list[int]
+    ):
+        self.request, self.generated, self.on_output = request, generated, on_output
+        self.checkpoint_lengths = checkpoint_lengths
+        self.ids = list(request.prompt)
+        self.kv_sequence: KVSequence | None = None
+        self.prefix_entry: PrefixEntry | None = None
+        self.cached_tokens: int | None = None
+        self.disk_checked = False
+        self.disk_fetch: Future[Snapshot | None] | None = None
+        self.cancelled = False
+        self.failure: BaseException | None = None
+        self.draft_state: DraftState | None = None
+        self.steps = 0
+        self.draft_checkpoint: int | None = None
+        self.arrived_at = time.perf_counter()
+        self.started_at = self.first_token_at = 0.0
+        self.finish_reason: str | None = None
+
+    @property
+    def kv(self) -> KVSequence:
+        """Its pages in the cache, once it is admitted."""
+        assert self.kv_sequence is not None, "the sequence is queued"
+        return self.kv_sequence
+
+    @property
+    def uncomputed(self) -> int:
+        """Tokens to prefill before it can decode."""
+        return len(self.ids) - 1 - self.kv.length
+
+    @property
+    def next_chunk(self) -> int:
+        """Tokens that one prefill chunk may have: up to the next checkpoint."""
+        at = self.kv.length
+        end = next((length for length in self.checkpoint_lengths if length > at), len(self.ids))
+        return min(self.uncomputed, end - at)
+
+    @property
+    def room(self) -> int:
+        """Tokens that may follow the next one."""
+        return self.generated.limit - len(self.generated.tokens) - 1
+
+    def append(self, token: int, logprob: TokenLogprob | None) -> None:
+        """Append a sampled token and emit the output it completes."""
+        if not self.generated.tokens and not self.first_token_at:
+            self.first_token_at = time.perf_counter()
+        text = self.generated.append(token)
+        self.ids.append(token)
+        logprobs = () if logprob is None else (logprob,)
+        if self.generated.finish_reason is None:
+            self.on_output(Output(text, (token,), logprobs))
+        else:
+            self.finish(self.generated.finish_reason, text, (token,), logprobs)
+
+    def finish(
+        self, reason: str, text: str = "", tokens: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()
+    ) -> None:
+        """Emit the last output."""
+        self.finish_reason = reason
+        error = None if self.failure is None else str(self.failure)
+        self.on_output(Output(text, tokens, logprobs, reason, self.generated.stop_string, error, self._stats()))
+
+    def _stats(self) -> RequestStats:
+        now = time.perf_counter()
+        kv, draft = self.kv_sequence, self.draft_state
+        return RequestStats(
+            prompt_tokens=len(self.request.prompt),
+            cached_tokens=self.cached_tokens or 0,
+            tokens=len(self.ids) - len(self.request.prompt),
+            queue_s=(self.started_at or now) - self.arrived_at,
+            ttft_s=(self.first_token_at or now) - self.arrived_at,
+            total_s=now - self.arrived_at,
+            cache_nbytes=0 if kv is None else kv.nbytes,
+            full_precision_nbytes=0 if kv is None else kv.full_precision_nbytes,
+            uncompressed_nbytes=0 if kv is None else kv.uncompressed_nbytes,
+            steps=self.steps,
+            drafted=0 if draft is None else draft.drafted,
+            accepted=0 if draft is None else draft.accepted,
+        )

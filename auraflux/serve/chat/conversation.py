@@ -1,0 +1,76 @@
+"""A chat request in one form for every API, with its messages in the form that chat templates take."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from auraflux.engine.sampling import Sampling
+
+BILLING = "x-anthropic-billing-header"
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class NamedTool:
+    """A tool choice that names the one tool to call."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Format:
+    """Constraint on the output.
+
+    kind    "json" for any JSON object, "schema" for a JSON schema, "lark" or "regex" for a grammar
+    source  the schema, or the grammar's text
+    """
+
+    kind: str
+    source: Any = None
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages to answer, and the settings of the answer.
+
+    messages             as chat templates take them: {"role", "content", optionally "tool_calls", "tool_call_id", "name",
+                         "reasoning_content"}; content is a string; roles are system, user, assistant and tool
+    tools                in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}
+    tool_choice          "auto", "none", "required" or NamedTool
+    parallel_tool_calls  whether one answer may hold several calls
+    format               constraint on the answer; None for free text
+    count                number of answers
+    template_kwargs      further arguments of the chat template: enable_thinking, reasoning_effort, ...
+    user                 owner of the request, for fair queueing
+    """
+
+    messages: list[Message]
+    sampling: Sampling = field(default_factory=Sampling)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    tool_choice: str | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    format: Format | None = None
+    count: int = 1
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    user: str = ""
+
+
+def without_billing(text: str) -> str:
+    """Drop the system prompt line that some clients change in each request: it would defeat the prefix cache."""
+    if BILLING not in text:
+        return text
+    return "\n".join(line for line in text.split("\n") if not line.lstrip().startswith(BILLING))
+
+
+def system_message_variants(messages: list[Message]) -> Iterator[list[Message]]:
+    """Yield the messages unchanged, then for templates that take a system message only first, or not at all."""
+    yield messages
+    system = "\n\n".join(message["content"] for message in messages if message["role"] == "system" and message["content"])
+    rest = [message for message in messages if message["role"] != "system"]
+    if len(rest) == len(messages):
+        return
+    merged: list[Message] = [{"role": "system", "content": system}, *rest]
+    if merged != messages:
+        yield merged
+    if rest and rest[0]["role"] == "user":
+        yield [{**rest[0], "content": f"{system}\n\n{rest[0]['content']}"}, *rest[1:]]

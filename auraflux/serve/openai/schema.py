@@ -1,0 +1,167 @@
+"""Request schemas of OpenAI's APIs. Fields that this server does not use are accepted and ignored."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Tokens = list[Token]
+PositiveInt = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+class ApiModel(BaseModel):
+    """Base of all API objects: unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class ContentPart(ApiModel):
+    """A part of a message; only text parts are supported."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CalledFunction(ApiModel):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class Call(ApiModel):
+    """A tool call in an earlier assistant message."""
+
+    id: str | None = None
+    function: CalledFunction
+
+
+class Message(ApiModel):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class Function(ApiModel):
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(ApiModel):
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ChosenFunction(ApiModel):
+    name: str
+
+
+class ToolChoice(ApiModel):
+    """The one tool to call."""
+
+    type: Literal["function"] = "function"
+    function: ChosenFunction
+
+
+class JsonSchema(ApiModel):
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(ApiModel):
+    """Constraint on the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Grammar(ApiModel):
+    """A grammar that constrains the answer: Lark, a regular expression, or a JSON schema."""
+
+    type: Literal["lark", "regex", "json_schema"]
+    value: str | dict[str, Any]
+
+
+class StreamOptions(ApiModel):
+    include_usage: bool | None = None
+
+
+class SamplingFields(ApiModel):
+    """Sampling settings; missing fields have OpenAI's defaults, such as temperature 1."""
+
+    model: str | None = None
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-100, le=100)
+    frequency_penalty: float | None = Field(default=None, ge=-100, le=100)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
+    stop: str | list[str] | None = None
+    n: PositiveInt | None = None
+    max_tokens: PositiveInt | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    grammar: Grammar | str | None = None
+    user: str | None = None
+
+
+class ChatCompletionRequest(SamplingFields):
+    """A conversation to answer."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: PositiveInt | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(SamplingFields):
+    """One or more prompts to complete, as text or as tokens."""
+
+    prompt: str | Tokens | list[str] | list[Tokens]
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: PositiveInt | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+
+
+class TokenizeRequest(ApiModel):
+    """A text or a conversation to tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    tools: list[Tool] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ExpertPlacementRequest(ApiModel):
+    """A request to redistribute experts over ranks."""
+
+    model: str | None = None
+
+
+class DetokenizeRequest(ApiModel):
+    """Tokens to decode."""
+
+    model: str | None = None
+    tokens: Tokens

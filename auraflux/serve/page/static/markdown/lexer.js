@@ -1,0 +1,92 @@
+// Splits markdown into tokens with the vendored marked. HTML has no meaning here: it stays text.
+
+import { Lexer, Marked, Tokenizer } from "../vendor/marked.esm.js";
+
+// Quotes, lists, emphasis and links nest by recursion; the limit protects the stack from hostile input.
+const MAX_DEPTH = 16;
+// A formula is at most this long; the limit keeps delimiters that never close from costing quadratic time.
+const MAX_MATH = 4000;
+const MATH_DELIMITERS = [["$$", "$$"], ["\\[", "\\]"], ["\\(", "\\)"]];
+
+class TextTokenizer extends Tokenizer {
+  depth = 0;
+
+  nest(read) {
+    if (this.depth >= MAX_DEPTH) return undefined;
+    this.depth += 1;
+    try {
+      return read();
+    } finally {
+      this.depth -= 1;
+    }
+  }
+
+  blockquote(...args) {
+    return this.nest(() => super.blockquote(...args));
+  }
+
+  list(...args) {
+    return this.nest(() => super.list(...args));
+  }
+
+  emStrong(...args) {
+    return this.nest(() => super.emStrong(...args));
+  }
+
+  del(...args) {
+    return this.nest(() => super.del(...args));
+  }
+
+  link(...args) {
+    return this.nest(() => super.link(...args));
+  }
+
+  html() {
+    return undefined;
+  }
+
+  // models break lines inside table cells with this one tag
+  tag(source) {
+    const found = /^<br\s*\/?>/i.exec(source);
+    return found ? { type: "br", raw: found[0] } : undefined;
+  }
+
+  // a definition can arrive after the blocks that use it are final
+  def() {
+    return undefined;
+  }
+}
+
+function inlineMath(source) {
+  const pair = MATH_DELIMITERS.find(([open]) => source.startsWith(open));
+  const end = pair ? source.slice(0, MAX_MATH).indexOf(pair[1], 2) : -1;
+  if (end <= 2) return undefined;
+  return { type: "math", raw: source.slice(0, end + 2), text: source.slice(2, end).trim() };
+}
+
+function blockMath(source) {
+  const indent = /^ {0,3}(?=\$\$|\\\[)/.exec(source)?.[0].length;
+  const math = indent === undefined ? undefined : inlineMath(source.slice(indent));
+  if (!math || /\n[ \t]*\n/.test(math.raw)) return undefined;
+  const rest = /^[ \t]*(?:\n|$)/.exec(source.slice(indent + math.raw.length));
+  if (!rest) return undefined;
+  return { type: "mathBlock", raw: source.slice(0, indent + math.raw.length + rest[0].length), text: math.text };
+}
+
+const options = new Marked({
+  gfm: true,
+  breaks: true,
+  extensions: [
+    { name: "mathBlock", level: "block", tokenizer: blockMath },
+    { name: "math", level: "inline", start: (source) => source.indexOf("$$"), tokenizer: inlineMath },
+  ],
+}).defaults;
+
+// Return the block tokens of `text`, which has no carriage returns. The `raw` fields of the tokens join to `text`.
+export function lex(text) {
+  try {
+    return new Lexer({ ...options, tokenizer: new TextTokenizer() }).lex(text);
+  } catch {
+    return [{ type: "paragraph", raw: text, tokens: [{ type: "text", raw: text, text }] }];
+  }
+}

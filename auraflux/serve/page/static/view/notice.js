@@ -1,0 +1,30 @@
+// Notifies the user: an announcement for screen readers, and a short note with at most one action.
+
+import { byId, el } from "./dom.js";
+
+let timer = 0;
+
+// Announce `text` to screen readers.
+export function announce(text) {
+  byId("status").textContent = text;
+}
+
+// Show a note for a few seconds. `action` has a label and a function, for example to undo.
+export function note(text, action = null) {
+  const box = byId("note");
+  const children = [el("span", {}, text)];
+  if (action) {
+    const run = () => {
+      box.hidePopover();
+      action.run();
+    };
+    children.push(el("button", { type: "button", className: "text-button", onclick: run }, action.label));
+  }
+  box.replaceChildren(...children);
+  // reopen it, so that it is above a dialog opened in the meantime
+  box.hidePopover();
+  box.showPopover();
+  announce(text);
+  clearTimeout(timer);
+  timer = setTimeout(() => box.hidePopover(), action ? 8000 : 4000);
+}

@@ -1,0 +1,1 @@
+"""Tool-call and reasoning syntax, one file per model family."""

@@ -1,0 +1,1 @@
+"""The HTTP process, the model process and the pipe between them; request bodies and server-sent events."""

@@ -1,0 +1,1 @@
+"""Writing models: MLX folders of quantized weights, and packed experts for offloading."""

@@ -1,0 +1,67 @@
+"""Quantization of large weights in chunks of rows on all cores."""
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from auraflux.quant import QTensor, quantize
+from auraflux.quant.gguf_blocks import REQUANTIZED_BITS, requantized_group
+
+CHUNK = 1 << 16  # weights
+
+
+def quantize_large(weight: Tensor | QTensor, bits: int, group: int) -> QTensor:
+    """Quantize in chunks, since `quantize` takes ten times the memory of its input; codes are dequantized to float32 first."""
+    *stack, count, width = weight.shape
+    step, count = max(1, CHUNK // width), math.prod((*stack, count))
+    if step >= count:
+        return quantize(_dense(weight), bits, group)
+    rows = _flatten_stack(weight)
+    first = quantize(_dense(rows, range(step)), bits, group)
+    assert first.biases is not None
+    outputs = [part.new_empty(count, part.shape[1]) for part in (first.packed, first.scales, first.biases)]
+
+    def write(start: int) -> None:
+        made = quantize(_dense(rows, range(start, min(count, start + step))), bits, group)
+        assert made.biases is not None
+        for output, part in zip(outputs, (made.packed, made.scales, made.biases), strict=True):
+            output[start : start + step] = part
+
+    with single_threaded_workers() as pool:
+        list(pool.map(write, range(0, count, step)))
+    packed, scales, biases = (output.view(*weight.shape[:-1], -1) for output in outputs)
+    return QTensor(packed, scales, biases, bits, group, tuple(weight.shape))
+
+
+def _flatten_stack(weight: Tensor | QTensor) -> Tensor | QTensor:
+    if isinstance(weight, QTensor):
+        return weight.rows().flatten_stack() if len(weight.shape) == 3 else weight.rows()
+    return weight.flatten(0, -2)
+
+
+def _dense(weight: Tensor | QTensor, rows: range | None = None) -> Tensor:
+    if isinstance(weight, QTensor):
+        some = weight if rows is None else weight.take(torch.arange(rows.start, rows.stop, device=weight.device))
+        return some.dequantize(torch.float32)
+    return weight if rows is None else weight[rows.start : rows.stop]
+
+
+def requantize_for_mlx(weight: QTensor) -> QTensor:
+    """Requantize a weight to a format that MLX supports."""
+    return quantize_large(weight, REQUANTIZED_BITS, requantized_group(weight.shape[-1]))
+
+
+@contextmanager
+def single_threaded_workers() -> Iterator[ThreadPoolExecutor]:
+    """Yield a thread pool with torch limited to one thread per worker, which avoids a barrier after every small op."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(count) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(count)

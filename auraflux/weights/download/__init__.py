@@ -1,0 +1,1 @@
+"""Model lookup and download with checksum verification."""

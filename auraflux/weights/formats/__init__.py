@@ -1,0 +1,1 @@
+"""Checkpoint readers: safetensors folders, GGUF files, quantization methods."""

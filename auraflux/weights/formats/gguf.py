@@ -1,0 +1,195 @@
+"""`GGUFFile`: a checkpoint read by the `gguf` package, with tensor names and row order mapped to Hugging Face's."""
+
+import mmap
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf.constants import GGUFValueType
+from numpy.typing import NDArray
+from torch import Tensor
+
+from auraflux.errors import FormatError
+from auraflux.quant.gguf_blocks import LAYOUTS, REQUANTIZED_BITS, from_blocks, requantized_group, to_dense
+from auraflux.weights.experts.packed_files import ExpertFiles
+from auraflux.weights.experts.row_table import TablePart
+from auraflux.weights.fields import ConfigFile
+from auraflux.weights.formats.gguf_architectures import architecture
+from auraflux.weights.formats.gguf_config import FREQUENCIES
+from auraflux.weights.formats.gguf_names import make_config, mtp_tensor_name, tensor_name
+from auraflux.weights.formats.stored import Stored
+from auraflux.weights.formats.untrusted import brief, listed, regular_file
+
+MAGIC = b"GGUF"
+DENSE = {"F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64"}
+
+
+class _Reader(gguf.GGUFReader):
+    """GGUFReader with fast arrays: the package parses each element separately, which takes seconds for a vocabulary."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
+        start = orig_offs + 12
+        item = self.gguf_scalar_to_np.get(GGUFValueType(kind))
+        if kind == GGUFValueType.STRING:
+            parts, end = self._strings(start, count)
+        elif item is not None:
+            values = self._get(start, item, count)
+            if len(values) < count:
+                raise ValueError("an array extends past the end of the file")
+            parts, end = [values], start + values.nbytes
+        else:
+            return super()._get_field_parts(orig_offs, raw_type)
+        return end - orig_offs, parts, list(range(len(parts))), [GGUFValueType.ARRAY, GGUFValueType(kind)]
+
+    def _strings(self, start: int, count: int) -> tuple[list[Any], int]:
+        octets = self.data.data
+        parts = []
+        for _ in range(count):
+            first = start + 8
+            start = first + int.from_bytes(octets[start:first], "little")
+            if start > len(octets):
+                raise ValueError("a string extends past the end of the file")
+            parts.append(octets[first:start])
+        return parts, start
+
+
+def _read(path: Path) -> _Reader:
+    path = regular_file(path)
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(MAGIC))
+    except OSError as err:
+        raise FormatError(f"{path} cannot be read: {err.strerror}.") from err
+    if magic != MAGIC:
+        raise FormatError(f"{path} is not a GGUF file: it begins with {magic!r}, not {MAGIC!r}.")
+    try:
+        # copy-on-write, since torch needs writable arrays; nothing writes to them
+        reader = _Reader(path, "c")
+    # the package raises many kinds of errors on a damaged file
+    except Exception as err:
+        raise FormatError(f"{path} cannot be read as GGUF: {brief(err)}. It may be truncated; download it again.") from err
+    if reader.byte_order == "S":
+        raise FormatError(f"{path} is a GGUF file of the other byte order, which is not supported.")
+    return reader
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return all files of a split model, given any of them; otherwise the file itself."""
+    found = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    if found is None:
+        return [path]
+    stem, _, count = found.groups()
+    paths = [path.with_name(f"{stem}-{i:05d}-of-{count}.gguf") for i in range(1, int(count) + 1)]
+    if missing := [each.name for each in paths if not each.exists()]:
+        raise FormatError(f"{path} is one of {len(paths)} files, and these are missing: {listed(missing)}.")
+    return paths
+
+
+class GGUFFile:
+    """Checkpoint in one GGUF file, or split into several named -00001-of-00003 and so on.
+
+    metadata  the file's metadata under its original keys
+    """
+
+    form = "gguf"
+    experts: ExpertFiles | None = None
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._readers = [_read(part) for part in _parts(path)]
+        self._architecture = architecture(self.metadata)
+        tensors = {tensor.name: (reader, tensor) for reader in self._readers for tensor in reader.tensors}
+        frequencies = tensors.pop(FREQUENCIES, None)
+        self._tensors = {tensor_name(name, self._architecture): found for name, found in tensors.items()}
+        shapes = {name: self.shape(name) for name in self._tensors}
+        config = make_config(self.metadata, shapes, None if frequencies is None else frequencies[1].data)
+        self.config: dict[str, Any] = ConfigFile(config, self.path)
+        self._tensors = {mtp_tensor_name(name, self.config, self._architecture): found for name, found in self._tensors.items()}
+        self.notes = self._notes()
+
+    @cached_property
+    def metadata(self) -> ConfigFile:
+        try:
+            fields = self._readers[0].fields.items()
+            found = {key: field.contents() for key, field in fields if not key.startswith("GGUF.")}
+        except UnicodeDecodeError as err:
+            raise FormatError(f"{self.path} has metadata that is not UTF-8: {brief(err)}.") from err
+        return ConfigFile(found, self.path)
+
+    @cached_property
+    def formats(self) -> dict[str, str]:
+        """GGUF type of each tensor, such as Q4_1."""
+        return {name: tensor.tensor_type.name for name, (_, tensor) in self._tensors.items()}
+
+    def _notes(self) -> list[str]:
+        counts = Counter(
+            (kind, requantized_group(self.shape(name)[-1]))
+            for name, kind in self.formats.items()
+            if kind not in DENSE and kind not in LAYOUTS and len(self.shape(name)) > 1
+        )
+        return [
+            f"GGUF type {kind} ({count} of {len(self._tensors)} tensors) is "
+            f"requantized to {REQUANTIZED_BITS} bits in groups of {group}."
+            for (kind, group), count in sorted(counts.items())
+        ]
+
+    def files(self) -> list[Path]:
+        return _parts(self.path)
+
+    def sizes(self) -> dict[str, int]:
+        return {name: int(tensor.n_bytes) for name, (_, tensor) in self._tensors.items()}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._architecture.shape(name, tuple(int(size) for size in reversed(self._tensors[name][1].shape)))
+
+    def load(self, name: str) -> Stored:
+        shape = self.shape(name)
+        found = self._stored(name, self._tensors[name][1].data, shape)
+        return self._architecture.order(name, self.config, shape).restore(found)
+
+    def load_one(self, name: str, index: int) -> Stored:
+        return self._stored(name, self._tensors[name][1].data[index], self.shape(name)[1:])
+
+    def first_row(self, name: str) -> Stored:
+        """Return the first row of a matrix, or of the first matrix of a stack, in the format of `load`."""
+        array, width = self._tensors[name][1].data, self.shape(name)[-1]
+        return self._stored(name, array.reshape(-1, array.shape[-1])[:1], (1, width))
+
+    def _stored(self, name: str, array: NDArray[Any], shape: tuple[int, ...]) -> Stored:
+        kind = self._tensors[name][1].tensor_type.name
+        if kind in DENSE:
+            return self._architecture.restore_values(name, _dense(array, kind).view(shape))
+        if len(shape) == 1:
+            return torch.from_numpy(to_dense(array, kind))
+        return from_blocks(array, kind)
+
+    def table_part(self, name: str) -> TablePart:
+        raise FormatError(f"{name} in {self.path} does not support row reads; only safetensors do.")
+
+    def unmap(self, names: Sequence[str]) -> None:
+        """Do nothing: one file holds all tensors."""
+
+    def release(self, name: str) -> None:
+        reader, tensor = self._tensors[name]
+        first = -(-tensor.data_offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (tensor.data_offset + tensor.n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        pages: Any = reader.data.base
+        if last > first and isinstance(pages, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            pages.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def _dense(array: NDArray[Any], kind: str) -> Tensor:
+    # tensors in a file may be aligned to less than their item size
+    array = array if array.flags.aligned else array.copy()
+    if kind == "BF16":
+        return torch.from_numpy(array.reshape(-1)).view(torch.bfloat16)
+    return torch.from_numpy(array)

@@ -1,0 +1,1 @@
+"""Weights sharded over ranks: tensor slices, expert placement, expert parallelism."""

@@ -1,0 +1,1 @@
+"""Instruments that look inside kernels and steps: `python -m bench.lab.cycles`, `python -m bench.lab.overhead`."""

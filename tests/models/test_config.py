@@ -1,0 +1,189 @@
+"""config.json: every key that a family reads is validated, and an invalid value gives a one-sentence error."""
+
+import ast
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import auraflux.models
+from auraflux.bench.shapes import shape_names, shape_of
+from auraflux.errors import FormatError
+from auraflux.models import FAMILIES, family, family_name
+from auraflux.models.config import Keys, experts_per_token, has_experts
+from auraflux.weights.fields import COUNT, ConfigFile, Fields
+from auraflux.weights.formats.untrusted import Kind
+
+# NaN first: no type accepts it
+INVALID_VALUES: list[Any] = [
+    math.nan,
+    "x",
+    "x" * 5000,
+    1.5,
+    -1,
+    0,
+    10**30,
+    True,
+    False,
+    [],
+    [[]],
+    {},
+    {"a": {"b": []}},
+    ["x"] * 2000,
+]
+# shapes that no benchmark has
+MORE: dict[str, dict[str, Any]] = {
+    "mistral3": {**shape_of("llama-8b", 2), "model_type": "mistral3"},
+    "llama-scaled": {
+        **shape_of("llama-8b", 2),
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+    },
+}
+PLAIN = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 32,
+}
+MORE |= {
+    "gpt-oss": {
+        **PLAIN,
+        "model_type": "gpt_oss",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "gemma-3": {**PLAIN, "model_type": "gemma3_text"},
+    "gemma-3-listed": {
+        **PLAIN,
+        "model_type": "gemma3_text",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_type": "linear", "factor": 8.0}},
+    },
+}
+CONFIGS = {name: shape_of(name, 4) for name in shape_names()} | MORE
+
+
+def keys_read(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, ...], set[str]]:
+    """Map the path of every key that a family reads to the types it accepts."""
+    found: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    original, only = Fields.get, Fields.only
+
+    def path_of(fields: Fields) -> tuple[str, ...]:
+        return tuple(str(fields.where).split(": ")[1:])
+
+    def get(self: Fields, key: str, kind: Kind[Any], default: Any) -> Any:
+        found[(*path_of(self), self.name_of(key))].add(kind.expected)
+        return original(self, key, kind, default)
+
+    def refuse(self: Fields, key: str, *accepted: Any) -> None:
+        found[(*path_of(self), self.name_of(key))].add("one of a few")
+        only(self, key, *accepted)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Fields, "get", get)
+        patch.setattr(Fields, "only", refuse)
+        read(config)
+    return found
+
+
+def read(config: dict[str, Any]) -> None:
+    """Parse a config completely: family, cache shapes and experts."""
+    module = family(config)
+    module.make_caches(module.Config.from_hf(config))
+    if has_experts(config):
+        experts_per_token(config)
+
+
+def refusal(config: dict[str, Any]) -> str:
+    """Return the error message for a config, empty if it is accepted."""
+    try:
+        read(config)
+    except FormatError as err:
+        return str(err)
+    return ""
+
+
+def changed(config: dict[str, Any], key_path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    if len(key_path) == 1:
+        return {**config, key_path[0]: value}
+    return {**config, key_path[0]: changed(config.get(key_path[0]) or {}, key_path[1:], value)}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_key_is_validated(name: str, monkeypatch: pytest.MonkeyPatch):
+    config = CONFIGS[name]
+    found = keys_read(config, monkeypatch)
+    assert len(found) > 15
+    for key_path in found:
+        with pytest.raises(FormatError, match=key_path[-1]):
+            read(changed(config, key_path, math.nan))
+        for value in INVALID_VALUES:
+            message = refusal(changed(config, key_path, value))
+            assert "\n" not in message
+            assert len(message) < 2500
+
+
+def test_every_family_has_a_test_config():
+    assert {family_name(config) for config in CONFIGS.values()} == {*FAMILIES.values()}
+
+
+def test_a_key_has_the_same_type_in_all_families(monkeypatch: pytest.MonkeyPatch):
+    kinds = defaultdict(set)
+    for config in CONFIGS.values():
+        for key_path, kinds_named in keys_read(config, monkeypatch).items():
+            kinds[key_path[-1]] |= kinds_named - {"one of a few"}
+    assert {key: each for key, each in kinds.items() if len(each) > 1} == {}
+
+
+def families() -> Iterator[ast.Module]:
+    for path in sorted(Path(auraflux.models.__file__).parent.glob("*.py")):
+        if path.name != "config.py":
+            yield ast.parse(path.read_text())
+
+
+def test_families_read_every_key_with_a_type():
+    """Check that no family indexes a config or uses the dict behind `Keys`."""
+    for tree in families():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name == "from_hf":
+                uses = [each for each in ast.walk(node) if isinstance(each, ast.Name) and each.id == "config"]
+                handed = [arg for each in ast.walk(node) if isinstance(each, ast.Call) for arg in each.args]
+                assert all(each in handed for each in uses), ast.dump(node)
+            assert not (isinstance(node, ast.Attribute) and node.attr == "_found")
+
+
+def test_errors_name_file_key_value_and_limits():
+    config = ConfigFile({**shape_of("llama-8b"), "hidden_size": "64"}, "a/config.json")
+    with pytest.raises(
+        FormatError, match=r"^a/config\.json has hidden_size = '64'; an integer from 1 to 1,048,576 is needed\.$"
+    ):
+        family(config).Config.from_hf(config)
+    del config["hidden_size"]
+    with pytest.raises(FormatError, match=r"^a/config\.json of model_type 'llama' has no 'hidden_size'\. The keys it has: "):
+        family(config).Config.from_hf(config)
+
+
+def test_errors_name_the_alias_in_the_file():
+    keys = Keys({"model_type": "x", "theirs": "y"}, {"ours": "theirs"})
+    with pytest.raises(FormatError, match=r"^config\.json has theirs = 'y'; an integer"):
+        keys.read("ours", COUNT)
+    assert Keys({"model_type": "x", "ours": 3}, {"ours": "theirs"}).read("ours", COUNT) == 3
+    with pytest.raises(FormatError, match="has no 'theirs'"):
+        Keys({"model_type": "x"}, {"ours": "theirs"}).read("ours", COUNT)
+
+
+def test_inconsistent_numbers_are_refused():
+    keys = Keys({"model_type": "x", "num_key_value_heads": 3, "num_experts": 4, "num_experts_per_tok": 5})
+    with pytest.raises(FormatError, match="has 4 num_attention_heads, which 3 num_key_value_heads cannot share"):
+        keys.kv_heads(4)
+    with pytest.raises(FormatError, match="has num_experts_per_tok = 5, more than num_experts = 4"):
+        keys.experts("num_experts")
