@@ -48,7 +48,7 @@ def test_old_spellings_of_options_are_accepted(monkeypatch):
     assert done.exit_code == 0, done.output
     assert seen == {"layouts": [("pipeline=2", "wifi")], "sequences": 2}
     assert done.stderr.splitlines() == [
-        "note: --way is an old spelling of --parallel.",
-        "note: --wire is an old spelling of --network.",
-        "note: --texts is an old spelling of --sequences.",
+        "note: --way is now --parallel.",
+        "note: --wire is now --network.",
+        "note: --texts is now --sequences.",
     ]

@@ -42,6 +42,9 @@ SPELLINGS = [
     ("bench serve", "", "--parallel", "--max-sequences", "4", 4),
     ("bench ranks", "m", "--expert-guess", "--expert-prefetch", "", True),
     ("bench ranks", "m", "--expert-main-memory", "--expert-host-memory", "4GB", "4GB"),
+    ("bench ranks", "m", "--way", "--parallel", "pipeline=2", ("pipeline=2", "pipeline=2")),
+    ("bench ranks", "m", "--wire", "--network", "wifi", ("wifi", "wifi")),
+    ("bench ranks", "m", "--texts", "--sequences", "2", 2),
     ("convert", "a b", "--group", "--group-size", "32", 32),
     ("pack", "a b", "--group", "--group-size", "32", 32),
     ("plan", "m --hosts 1GB", "--wire", "--network", "wifi", "wifi"),
@@ -69,7 +72,7 @@ def test_an_old_spelling_works_with_one_notice(
     command: str, required: str, old: str, new: str, value: str, wanted: Any, capsys: pytest.CaptureFixture[str]
 ):
     option = next(param for param in find(command).params if new in param.opts)
-    known, said = parse(command, f"{required} {new} {value}", capsys)
+    known, said = parse(command, f"{required} {new} {value} {new} {value}", capsys)
     assert (known[str(option.name)], said) == (wanted, "")
     given, said = parse(command, f"{required} {old} {value} {old} {value}", capsys)
     assert given == known
@@ -88,6 +91,10 @@ def test_every_old_spelling_is_tested():
 
 def test_the_new_spelling_wins(capsys: pytest.CaptureFixture[str]):
     assert parse("serve", "--queue 1 --max-queue 2 --queue 3", capsys)[0]["max_queue"] == 2
+
+
+def test_values_of_both_spellings_are_joined_where_an_option_repeats(capsys: pytest.CaptureFixture[str]):
+    assert parse("bench ranks", "m --network wifi --wire 1gbe", capsys)[0]["networks"] == ("1gbe", "wifi")
 
 
 @pytest.mark.parametrize(

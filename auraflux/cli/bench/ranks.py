@@ -6,26 +6,45 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from auraflux.cli.bench.signals import ended_by_signals, renaming
+from auraflux.cli.bench.signals import ended_by_signals
 from auraflux.cli.options.model import EXPERTS, expert_settings, hush_torch, options
+from auraflux.cli.options.renamed import Renamed
 
 if TYPE_CHECKING:
     from auraflux.bench.distributed.ranks import RanksRun
 
 
-@click.command("ranks", cls=renaming({"--way": "--parallel", "--wire": "--network", "--texts": "--sequences"}))
+@click.command("ranks")
 @click.argument("model")
 @click.option(
     "--parallel",
     "layouts",
+    cls=Renamed,
+    old="--way",
     multiple=True,
     metavar="MODE=N",
     help="pipeline=2, experts=2, pipeline=2,experts=2, ...; may be repeated.",
 )
-@click.option("--network", "networks", multiple=True, metavar="NAME", help="here, 10gbe, 1gbe or wifi; may be repeated.")
+@click.option(
+    "--network",
+    "networks",
+    cls=Renamed,
+    old="--wire",
+    multiple=True,
+    metavar="NAME",
+    help="here, 10gbe, 1gbe or wifi; may be repeated.",
+)
 @click.option("--prompt", type=click.IntRange(2, 1 << 20), default=128, show_default=True, help="Tokens of the prompt.")
 @click.option("--tokens", type=click.IntRange(1, 1 << 20), default=32, show_default=True, help="Tokens to decode.")
-@click.option("--sequences", type=click.IntRange(1, 256), default=4, show_default=True, help="Batch size of the batched run.")
+@click.option(
+    "--sequences",
+    cls=Renamed,
+    old="--texts",
+    type=click.IntRange(1, 256),
+    default=4,
+    show_default=True,
+    help="Batch size of the batched run.",
+)
 @click.option("--kv", default="k4v4", show_default=True, metavar="KXVY", help="Bits of keys and values, or none.")
 @click.option("--quantize", type=int, metavar="BITS", help="Quantize dense weights to this many bits while loading.")
 @options(EXPERTS)

@@ -1,12 +1,10 @@
-"""Shared by the commands of `auraflux bench`: signals, a warning for a busy machine, and renamed options."""
+"""Shared by the commands of `auraflux bench`: signals, and a warning for a busy machine."""
 
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-import click
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 BUSY_FROM = 0.5  # load per core; above it, other processes take part of the measured time
@@ -33,18 +31,3 @@ def busy(document: dict[str, Any]) -> str | None:
     if load <= BUSY_FROM * document["machine"]["cores"]:
         return None
     return f"[bold red]busy[/bold red] the load was {load} before this run"
-
-
-def renaming(new_names: dict[str, str]) -> type[click.Command]:
-    """Make a command class that accepts old spellings of options, with a notice on stderr."""
-
-    class Renaming(click.Command):
-        def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-            for number, word in enumerate(args):
-                old, equals, value = word.partition("=")
-                if old in new_names:
-                    click.echo(f"note: {old} is an old spelling of {new_names[old]}.", err=True)
-                    args[number] = new_names[old] + equals + value
-            return super().parse_args(ctx, args)
-
-    return Renaming

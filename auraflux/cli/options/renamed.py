@@ -17,14 +17,15 @@ class Renamed(click.Option):
 
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
         super().add_to_parser(parser, ctx)
-        action, const = ("store_const", True) if self.is_flag else ("store", None)
+        action, const = ("store_const", True) if self.is_flag else ("append" if self.multiple else "store", None)
         parser.add_option(obj=self, opts=[self.old], dest=self.old, action=action, nargs=self.nargs, const=const)
 
     def handle_parse_result(self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]) -> tuple[Any, list[str]]:
         if self.old in opts:
             notice(ctx, self.old, self.opts[0])
-            # the new spelling wins where both are given
-            opts = {str(self.name): opts[self.old], **opts}
+            name, given = str(self.name), opts[self.old]
+            # values of both spellings are joined where the option repeats; otherwise the new spelling wins
+            opts = {**opts, name: [*given, *opts.get(name, ())]} if self.multiple else {name: given, **opts}
         return super().handle_parse_result(ctx, opts, args)
 
 
