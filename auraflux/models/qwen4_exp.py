@@ -1,12 +1,10 @@
 """Qwen4: Qwen3.5's layers with hyper-connections, sparse attention, and n-gram embeddings that stay on disk.
 
-An indexer selects blocks of positions for attention. Some delta layers first add n-gram embeddings of the last tokens: their
-rows are known before a step starts, so they are read from disk while it runs.
+An indexer selects blocks of positions for attention. Some delta layers first add n-gram embeddings of the last tokens.
 
 All norms but the delta layer's own have weights w of (1 + w), as in Qwen3.5.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,22 +19,19 @@ from auraflux.models.attention import Attention, Heads
 from auraflux.models.config import Keys
 from auraflux.models.layer import Layer, Mixer, PreparedInput, Residual
 from auraflux.models.mtp import MTPNames
-from auraflux.models.ngram_rows import Grams, offsets, rows_of
+from auraflux.models.ngram_embedding import NGramConfig, NGramEmbedding
+from auraflux.models.ngram_rows import Grams
 from auraflux.models.qwen3_5_moe import ATTENTION, DELTA, Delta, rename
 from auraflux.models.qwen3_moe import sparse_layers
 from auraflux.ops import (
     gate_streams,
-    gate_values,
     linear,
-    linears,
     norm_streams,
     rms_norm,
     sigmoid_gate,
     split_q_gate,
     write_streams,
 )
-from auraflux.ops._recording import recorder
-from auraflux.weights.experts.row_table import PendingRows, RowSource
 from auraflux.weights.fields import (
     COUNT,
     EXPERTS,
@@ -54,7 +49,6 @@ from auraflux.weights.fields import (
     WIDTH_OR_NONE,
     end_tokens,
 )
-from auraflux.weights.formats.stored import is_placeholder
 from auraflux.weights.formats.untrusted import Kind, integer, list_of, shown
 from auraflux.weights.loader import Weights
 
@@ -63,7 +57,6 @@ __all__ = ["Config", "Model", "make_caches", "rename"]
 INDEXED = "indexed_attention"
 SEED: Kind[int] = Kind("an integer", lambda value: type(value) is int)
 MOST_HEADS = 1 << 14  # of n-grams, in all layers: their primes have to be found
-READS = "rows of a table are read from disk as tokens come"
 
 
 @dataclass(frozen=True)
@@ -74,25 +67,6 @@ class Index:
     width: int
     rate: int
     most: int
-
-
-@dataclass(frozen=True)
-class NGramConfig:
-    """The sizes of the layers with n-gram embeddings.
-
-    layers  their numbers, in the order of their tables
-    width   of a token's embedding, all heads together
-    taps    of the convolution over it, dilated by the longest n-gram's length
-    """
-
-    layers: tuple[int, ...]
-    grams: Grams
-    width: int
-    taps: int
-
-    @property
-    def reach(self) -> int:
-        return (self.taps - 1) * self.grams.size
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +178,8 @@ class Model(qwen3_5_moe.Model):
         around = tuple(Connection(config, weights, f"{name}.{part}_hyper_connection", self.shift) for part in ("attn", "mlp"))
         mixer, mlp = self.make_mixer(weights, name, index), self.make_mlp(weights, name, index)
         if config.ngrams is not None and index in config.ngrams.layers:
-            ngrams = NGramEmbedding(config, config.ngrams, weights, f"{name}.ple", index, self.shift)
+            shape = config.streams, config.hidden
+            ngrams = NGramEmbedding(config.ngrams, weights, f"{name}.ple", index, shape, config.vocab, config.eps, self.shift)
         nothing = torch.empty(0)
         return StreamLayer(nothing, mixer, nothing, mlp, config.eps, around=around, ngrams=ngrams)
 
@@ -285,67 +260,6 @@ class StreamLayer(Layer):
         one, mixes = self.around[0](x)
         assert mixes is not None
         return x, one, mixes
-
-
-class NGramEmbedding:
-    """N-gram embeddings, gated by the residual streams and convolved with those of earlier tokens.
-
-    table  None where weights are converted or only listed
-    """
-
-    def __init__(self, config: Config, ngrams: NGramConfig, weights: Weights, name: str, index: int, shift: float):
-        self.grams, self.eps, self.shape = ngrams.grams, config.eps, (config.streams, config.hidden)
-        number, wide, width = ngrams.layers.index(index), config.streams * config.hidden, ngrams.width
-        inner = f"{name}.ple_embedding"
-        grams, count = self.grams, self.grams.count
-        multipliers = _hash_numbers(
-            weights, f"{inner}.layer_multipliers", grams.size, lambda: grams.multipliers(number, config.vocab)
-        )
-        sizes = _hash_numbers(weights, f"{inner}.ngram_heads_vocab_sizes", count, lambda: grams.head_rows(number))
-        firsts = _hash_numbers(weights, f"{inner}.ngram_heads_offsets", count, lambda: offsets(sizes))
-        highest = max(first + size for first, size in zip(firsts.tolist(), sizes.tolist(), strict=True))
-        if int(sizes.min()) < 1 or int(firsts.min()) < 0:
-            raise FormatError(f"{inner} in {weights.checkpoint.path} has heads without rows, or before the first row.")
-        self.numbers = tuple(each.to(weights.device) for each in (multipliers, sizes, firsts))
-        self.table: RowSource | None = weights.table(f"{inner}.ngram_embedding", highest, width // self.grams.count)
-        self.projections = [
-            weights.matrix(f"{name}.{part}_proj", rows, width) for part, rows in (("key", wide), ("value", config.hidden))
-        ]
-        self.key_norm, self.query_norm, self.conv_norm = (
-            weights.vector(f"{name}.norm_{part}.weight", wide, shift=shift).view(self.shape)
-            for part in ("key", "query", "conv")
-        )
-        taps = weights.vector(f"{name}.conv1d.weight", wide, 1, ngrams.taps)
-        self.taps = taps.view(wide, ngrams.taps).T.contiguous()
-        self.device = weights.device
-        self._coming: PendingRows | None = None
-
-    def begin(self, ids: Tensor, batch: Batch, store: Any) -> None:
-        """Append token ids [T] to the cache, and start reading their rows."""
-        if (recording := recorder.recording) is not None:
-            recording.reject(READS)
-        if ids.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(READS)
-        histories = store.histories(batch, ids, self.grams.blank)
-        assert self.table is not None
-        self._coming = self.table.fetch(rows_of(histories, self.grams, *self.numbers).view(-1))
-
-    def __call__(self, x: Tensor, batch: Batch, store: Any) -> Tensor:
-        """Return the embeddings to add to the residual streams, [T, N, H]."""
-        assert self._coming is not None
-        coming, self._coming = self._coming, None
-        rows = coming.result().view(len(x), -1).to(self.device, x.dtype)
-        keys, values = linears(rows, self.projections)
-        keys = norm_streams(keys.view(x.shape), self.key_norm, self.eps)
-        gated = gate_values(keys, norm_streams(x, self.query_norm, self.eps), values)
-        normed = norm_streams(gated, self.conv_norm, self.eps)
-        return gated + store.convolve_dilated(batch, normed.flatten(1), self.taps, self.grams.size).view(x.shape)
-
-
-def _hash_numbers(weights: Weights, name: str, count: int, usual: Callable[[], Tensor]) -> Tensor:
-    """Load the checkpoint's numbers of the n-gram hash, int64 [count], or derive them from the config."""
-    found = weights.integers(name, count) if weights.has(name) else None
-    return usual() if found is None or is_placeholder(found) else found
 
 
 class IndexedAttention(Attention):
