@@ -60,15 +60,17 @@ from auraflux.ops.turboquant.cases.inputs import (
     append_nbytes,
     attend,
     attend_flops,
-    attend_latent,
-    attend_latent_flops,
-    attend_latent_nbytes,
     attend_nbytes,
     encoded,
     rope_appended,
-    rope_appended_latent,
 )
 from auraflux.ops.turboquant.cases.inputs import coded as coded_rows
+from auraflux.ops.turboquant.cases.latent_inputs import (
+    attend_latent,
+    attend_latent_flops,
+    attend_latent_nbytes,
+    rope_appended_latent,
+)
 from auraflux.ops.turboquant.codebook import BITS
 from auraflux.ops.turboquant.reference import (
     append_codes,

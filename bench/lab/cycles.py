@@ -90,7 +90,8 @@ def loops() -> list[Loop]:
     from auraflux.ops.linear.cpu.forms import Form
     from auraflux.ops.linear.cpu.microkernels import rows_times_tokens
     from auraflux.ops.linear.cpu.panels import has_panels, rows_times_tile
-    from auraflux.ops.turboquant.cpu.int8_tiles import add_value_loop, key_score_loop
+    from auraflux.ops.turboquant.cpu.int8.key_scores import key_score_loop
+    from auraflux.ops.turboquant.cpu.int8.value_sums import add_value_loop
 
     found = []
     for bits in (4, 8, 2):

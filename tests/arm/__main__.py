@@ -89,9 +89,10 @@ def check_scores(machine: Machine, bits: int, tile: int) -> None:
     from numba import njit
 
     from auraflux.ops.simd.compile.compiler import FAST, OPTIONS, KernelCompiler
-    from auraflux.ops.turboquant.cpu.int8_codebook import CODES, KEY_UNITS
-    from auraflux.ops.turboquant.cpu.int8_rounding import spread_query
-    from auraflux.ops.turboquant.cpu.int8_tiles import key_score_loop, room_of, transpose_key_loop, transposed_score_loop
+    from auraflux.ops.turboquant.cpu.int8.codebook import CODES, KEY_UNITS
+    from auraflux.ops.turboquant.cpu.int8.key_scores import key_score_loop, transpose_key_loop, transposed_score_loop
+    from auraflux.ops.turboquant.cpu.int8.rounding import spread_query
+    from auraflux.ops.turboquant.cpu.int8.tiles import room_of
 
     width, groups, wide = 128, 16, CODES[bits].wide
     tokens, quads = 4 * groups, width * wide // 128
@@ -129,8 +130,8 @@ def check_scores(machine: Machine, bits: int, tile: int) -> None:
 
 def check_values(machine: Machine, bits: int, tile: int) -> None:
     """Check products of 16-bit attention weights and quantized values."""
-    from auraflux.ops.turboquant.cpu.int8_codebook import CODES
-    from auraflux.ops.turboquant.cpu.int8_tiles import add_value_loop, spread_weights, transpose_values
+    from auraflux.ops.turboquant.cpu.int8.codebook import CODES
+    from auraflux.ops.turboquant.cpu.int8.value_sums import add_value_loop, spread_weights, transpose_values
 
     code, width, groups = CODES[bits], 64, 4
     tokens, columns, step = 4 * groups, width * code.wide // 32, 16 * groups
@@ -154,7 +155,7 @@ def check_values(machine: Machine, bits: int, tile: int) -> None:
 
 
 def check_softmax(machine: Machine) -> None:
-    from auraflux.ops.turboquant.cpu.int8_rounding import block_top, block_weights
+    from auraflux.ops.turboquant.cpu.int8.rounding import block_top, block_weights
 
     groups = 4
     scores, norms = RANDOM.standard_normal(4 * groups).astype(np.float32), RANDOM.uniform(0.5, 1, 4 * groups).astype(np.float32)

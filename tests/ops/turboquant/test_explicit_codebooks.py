@@ -14,11 +14,11 @@ from auraflux.ops.turboquant.cases.inputs import (
     attend,
     edges,
     encoded,
-    latent_codes,
     random_book,
     with_codebooks,
     with_zero,
 )
+from auraflux.ops.turboquant.cases.latent_inputs import latent_codes
 from auraflux.ops.turboquant.codebook import BITS, Codebook, codebook
 from auraflux.ops.turboquant.cpu.routes import ATTEND, Attend
 from auraflux.ops.turboquant.pages import Codebooks, unpack

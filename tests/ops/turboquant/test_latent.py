@@ -11,7 +11,8 @@ from auraflux.ops import use_backend
 from auraflux.ops._cases import relative_rms
 from auraflux.ops.attention.pages import LatentPages
 from auraflux.ops.attention.reference import latent_attention
-from auraflux.ops.turboquant.cases.inputs import append_latent, attend_latent, edges, latent_codes
+from auraflux.ops.turboquant.cases.inputs import edges
+from auraflux.ops.turboquant.cases.latent_inputs import append_latent, attend_latent, latent_codes
 from auraflux.ops.turboquant.codebook import BITS
 from auraflux.ops.turboquant.pages import LatentCodes
 from auraflux.ops.turboquant.reference import append_latent_codes, decode, encode, turboquant_latent_attention

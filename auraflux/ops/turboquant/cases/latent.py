@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from auraflux.ops._cases import Case
-from auraflux.ops.turboquant.cases.inputs import (
-    BF16,
+from auraflux.ops.turboquant.cases.inputs import BF16, with_codebooks
+from auraflux.ops.turboquant.cases.latent_inputs import (
     append_latent,
     append_latent_nbytes,
     attend_latent,
@@ -15,7 +15,6 @@ from auraflux.ops.turboquant.cases.inputs import (
     attend_latent_nbytes,
     narrow_latent,
     rope_appended_latent,
-    with_codebooks,
 )
 from auraflux.ops.turboquant.codebook import BITS
 from auraflux.ops.turboquant.reference import (

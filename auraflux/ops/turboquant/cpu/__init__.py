@@ -1,8 +1,8 @@
 """TurboQuant on CPU: the functions of the ops. torch outside, addresses inside.
 
 To follow one attention call, read `turboquant_attention` below, then `attend` (its three kernels and their launch arguments),
-`work_items` (how threads divide it) and `attend_int8` or `attend_float32` (the blocks of one item). `codec` encodes and decodes
-rows, `mla` attends to latents; `routes` chooses the kernel.
+`work_items` (how threads divide it) and `int8/attend` or `attend_float32` (the blocks of one item). `codec` encodes and decodes
+rows, `append` encodes into pages, `mla` attends to latents; `routes` chooses the kernel.
 """
 
 from typing import Any
@@ -22,21 +22,14 @@ from auraflux.ops.norm.cpu import rms_norm
 from auraflux.ops.rope.cpu import norm_rope, rope
 from auraflux.ops.simd.jit import as_float, like, threads, workspace
 from auraflux.ops.turboquant.codebook import Codebook
+from auraflux.ops.turboquant.cpu.append import launch_append
 from auraflux.ops.turboquant.cpu.attend import attend, finish, scratch_of, split_work
 from auraflux.ops.turboquant.cpu.attend_float32 import sum_values
-from auraflux.ops.turboquant.cpu.codec import (
-    build_decode,
-    build_encode,
-    build_rotate,
-    launch_append,
-    levels_for,
-    rotation_for,
-    scratch_nbytes,
-    threads_for,
-)
+from auraflux.ops.turboquant.cpu.codec import build_decode, build_encode, levels_for, scratch_nbytes, threads_for
 from auraflux.ops.turboquant.cpu.full_precision import check_full_precision, full_precision_of
 from auraflux.ops.turboquant.cpu.key_calibration import calibration_of
 from auraflux.ops.turboquant.cpu.mla import LatentFormat, attend_latents, select_tokens
+from auraflux.ops.turboquant.cpu.rotate_rows import build_rotate, rotation_for
 from auraflux.ops.turboquant.cpu.routes import ATTEND, Attend, not_rows
 from auraflux.ops.turboquant.cpu.work_items import Partials
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes, RowCodes, row_words

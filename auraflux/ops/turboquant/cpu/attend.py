@@ -23,11 +23,12 @@ from auraflux.ops.attention.cpu.row_tiles import PART, close_row, fold_row
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, as_float, call_kernel, floats, int64s, jit, real, share, workspace
 from auraflux.ops.simd.softmax import NOTHING, ZERO, fill
 from auraflux.ops.turboquant.cpu.attend_float32 import attend_dequantized, attend_full_precision, float32_nbytes
-from auraflux.ops.turboquant.cpu.attend_int8 import attend_codes, int8_nbytes
-from auraflux.ops.turboquant.cpu.codec import levels_for, rotate_row, rotation_for, scratch_nbytes, threads_for
+from auraflux.ops.turboquant.cpu.codec import levels_for, scratch_nbytes, threads_for
 from auraflux.ops.turboquant.cpu.full_precision import check_full_precision, full_precision_of
-from auraflux.ops.turboquant.cpu.int8_tiles import loops_for
+from auraflux.ops.turboquant.cpu.int8.attend import attend_codes, int8_nbytes
+from auraflux.ops.turboquant.cpu.int8.loops import loops_for
 from auraflux.ops.turboquant.cpu.key_calibration import calibration_of, products_nbytes
+from auraflux.ops.turboquant.cpu.rotate_rows import rotate_row, rotation_for
 from auraflux.ops.turboquant.cpu.work_items import (
     AttentionArgs,
     Loops,

@@ -20,7 +20,7 @@ from auraflux.ops.simd.jit import Kernel, arguments, floats, jit, real, share
 from auraflux.ops.simd.softmax import ZERO, fill
 from auraflux.ops.turboquant.cpu.dequantize import level_rows
 from auraflux.ops.turboquant.cpu.full_precision import widen_rows
-from auraflux.ops.turboquant.cpu.int8_tiles import prefetch_bytes
+from auraflux.ops.turboquant.cpu.int8.tiles import prefetch_bytes
 from auraflux.ops.turboquant.cpu.key_calibration import LINE as PRODUCTS
 from auraflux.ops.turboquant.cpu.key_calibration import multiply_means, products_nbytes
 from auraflux.ops.turboquant.cpu.work_items import (

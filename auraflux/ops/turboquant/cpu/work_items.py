@@ -94,7 +94,7 @@ class Scratch(NamedTuple):
 
 
 class Loops(NamedTuple):
-    """Addresses of kernels that are compiled on their own; those of `int8_tiles` are 0 where attention is in float32."""
+    """Addresses of kernels that are compiled on their own; those of `int8.loops` are 0 where attention is in float32."""
 
     attend_full_precision: int
     key_scores: int = 0

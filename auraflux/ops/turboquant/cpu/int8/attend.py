@@ -16,9 +16,9 @@ from auraflux.ops.simd.jit import call_kernel, floats, int32s, int64s, jit
 from auraflux.ops.simd.softmax import NOTHING, ZERO, fill
 from auraflux.ops.simd.vectors import copy
 from auraflux.ops.turboquant.cpu.dequantize import CHUNK
-from auraflux.ops.turboquant.cpu.int8_codebook import KEY_UNITS, UNITS, WIDE_BITS, widen_codes
-from auraflux.ops.turboquant.cpu.int8_rounding import block_top, largest_norm, live_groups, round_weights, spread_query
-from auraflux.ops.turboquant.cpu.int8_tiles import (
+from auraflux.ops.turboquant.cpu.int8.codebook import KEY_UNITS, UNITS, WIDE_BITS, widen_codes
+from auraflux.ops.turboquant.cpu.int8.rounding import block_top, largest_norm, live_groups, round_weights, spread_query
+from auraflux.ops.turboquant.cpu.int8.tiles import (
     BLOCK,
     BYTES,
     LANES,
@@ -26,9 +26,8 @@ from auraflux.ops.turboquant.cpu.int8_tiles import (
     WAYS,
     list_rows,
     prefetch_bytes,
-    spread_weights,
-    transpose_values,
 )
+from auraflux.ops.turboquant.cpu.int8.value_sums import spread_weights, transpose_values
 from auraflux.ops.turboquant.cpu.key_calibration import SPAN, add_means, multiply_means
 from auraflux.ops.turboquant.cpu.work_items import (
     begin_run,

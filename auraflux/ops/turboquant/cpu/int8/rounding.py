@@ -14,8 +14,8 @@ from auraflux.ops.simd.jit import floats, int32s, jit
 from auraflux.ops.simd.math import bits_of_float, exp, float_of_bits, rint
 from auraflux.ops.simd.softmax import NOTHING, ZERO, fill, softcapped
 from auraflux.ops.simd.vectors import I8, I16, I32, MAGIC, at, fma, kernel, load, pick, splat, spread, store, variable, vector
-from auraflux.ops.turboquant.cpu.int8_codebook import HIGH, REST
-from auraflux.ops.turboquant.cpu.int8_tiles import BLOCK, BYTES, LANES, PLUS, STRAIGHT, WAYS
+from auraflux.ops.turboquant.cpu.int8.codebook import HIGH, REST
+from auraflux.ops.turboquant.cpu.int8.tiles import BLOCK, BYTES, LANES, PLUS, STRAIGHT, WAYS
 
 MOST = 127 * HIGH + 64  # of a weight; an approximate exponential may be a little above
 MOST_Q = 127 * HIGH  # of a query's coordinate
