@@ -157,7 +157,7 @@ ATTENTION = [
     *(dense(f"decode-{n}k", [n * K], [1]) for n in (32, 128)),
     dense("decode-8x32k", [32 * K] * 8, [1] * 8),
     *(dense(f"prefill-{n}k", [n * K], [n * K]) for n in (2, 8)),
-    *(dense(f"piece-{new}-of-4k", [4 * K], [new]) for new in (64, 128, 256)),
+    *(dense(f"chunk-{new}-of-4k", [4 * K], [new]) for new in (64, 128, 256)),
     Case(append_kv, "one-token", partial(new_tokens, 1, 1000, 8, 128), nbytes=append_kv_nbytes),
     Case(append_kv, "2048-tokens", partial(new_tokens, 2048, 2048, 8, 128), nbytes=append_kv_nbytes),
 ]
@@ -169,7 +169,7 @@ CODED = [
         for name, lengths in (("128k", [128 * K]), ("32k", [32 * K]), ("8x32k", [32 * K] * 8))
     ),
     *(
-        coded(f"k{k}v{v}-kept-{name}", lengths, HEADS, 128, (k, v), **FULL_PRECISION)
+        coded(f"k{k}v{v}-full-precision-{name}", lengths, HEADS, 128, (k, v), **FULL_PRECISION)
         for k, v in MAIN_PAIRS[:2]
         for name, lengths in (("128k", [128 * K]), ("32k", [32 * K]), ("8x32k", [32 * K] * 8))
     ),
@@ -195,7 +195,7 @@ CODED = [
     ),
     Case(
         turboquant_attention,
-        "k4v4-kept-prefill-2k",
+        "k4v4-full-precision-prefill-2k",
         partial(as_cached, attend, [2 * K], [2 * K], HEADS, 128, (4, 4), **FULL_PRECISION),
         tol=TWICE_ROUNDED,
         nbytes=attend_nbytes,
@@ -203,7 +203,7 @@ CODED = [
     ),
     Case(
         rope_append_codes,
-        "one-token-kept-k4v4",
+        "one-token-full-precision-k4v4",
         partial(as_cached, rope_appended, [1000], [1], HEADS, 128, bits=(4, 4), **FULL_PRECISION),
         tol=TOL,
         nbytes=append_nbytes,
@@ -293,7 +293,7 @@ LATENT += [
     *(
         Case(
             turboquant_latent_attention,
-            f"8bit-kept-{heads}-heads-32k",
+            f"8bit-full-precision-{heads}-heads-32k",
             partial(
                 attend_latent, [32 * K], [1], heads, 512, 64, dtype=BF16, bits=8, page=PAGE, cache=BF16, full_precision=(1, 32)
             ),

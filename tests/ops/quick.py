@@ -28,7 +28,7 @@ FORMATS = re.compile(
 # rows are compiled for their width: the quick cases have powers of two, and 63 and 100, which are none. test_turboquant.py
 # covers all combinations of key and value bits
 WIDTHS = re.compile(r"(encode|append_codes)-.*w(60|80|96|256|512)\b|turboquant_attention-.*w(32|60|80|96|512)\b")
-BITS = re.compile(r"turboquant_attention-(?:(fast|kept|pairs)-)?k([23468])v([23468])(?:w(64|128|256))?$")
+BITS = re.compile(r"turboquant_attention-(?:(fast|full-precision|pairs)-)?k([23468])v([23468])(?:w(64|128|256))?$")
 
 
 def _is_sampled(name: str) -> bool:
@@ -37,7 +37,7 @@ def _is_sampled(name: str) -> bool:
         return True
     kind, k, v, width = found.groups()
     if width is None:
-        return ("23468".index(v) - "23468".index(k)) % 5 == ("", "fast", "kept").index(kind or "")
+        return ("23468".index(v) - "23468".index(k)) % 5 == ("", "fast", "full-precision").index(kind or "")
     # bits other than two, four and eight have few cases
     return not {k, v} <= set("248") or ("248".index(k) + "248".index(v) + ("64", "128", "256").index(width)) % 3 == 0
 

@@ -209,7 +209,7 @@ def test_no_ids_take_no_rows(backend: str):
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("name", ["kept-k4v4", "pairs-kept-k8v4"])
+@pytest.mark.parametrize("name", ["full-precision-k4v4", "pairs-full-precision-k8v4"])
 def test_full_precision_pages_outside_the_pool_are_refused(name: str, backend: str):
     args = next(case for case in TURBOQUANT if case.op is turboquant_attention and case.name == name).args()
     args["pages"].full_precision.recent.table.fill_(1 << 20)

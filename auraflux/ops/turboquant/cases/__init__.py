@@ -144,7 +144,7 @@ CASES = [
     Case(rope_append_codes, "hundreds", lambda: rope_appended([160, 9], [137, 3], (4, 2), 64, strided=True), slow=True),
     Case(
         rope_append_codes,
-        "many-kept",
+        "many-full-precision",
         lambda: in_pairs(rope_appended, [121, 40], [90, 3], (4, 2), 128, calibrated=True, full_precision=(1, 32)),
         slow=True,
     ),

@@ -49,7 +49,7 @@ EXPLICIT_CODEBOOK_CASES = [
     *(Case(turboquant_values, f"given-b{b}", partial(with_codebooks, values, 6, 2, 333, b, 96)) for b in BITS),
     *(
         Case(append_codes, f"given-k{k}v{v}", partial(with_codebooks, append, [21, 40], [5, 1], 2, 64, bits=(k, v), **options))
-        for k, v, options in ((8, 4, {}), (4, 3, FULL_PRECISION["kept"]), (6, 2, {}))
+        for k, v, options in ((8, 4, {}), (4, 3, FULL_PRECISION["full-precision"]), (6, 2, {}))
     ),
     *(
         Case(
@@ -65,7 +65,7 @@ EXPLICIT_CODEBOOK_CASES = [
             f"given-{name}",
             partial(with_codebooks, rope_appended, [121, 40], [1, 1], (4, 2), 128, **options),
         )
-        for name, options in (("bare", {}), ("kept", FULL_PRECISION["kept"]))
+        for name, options in (("bare", {}), ("full-precision", FULL_PRECISION["full-precision"]))
     ),
     *(
         Case(
@@ -78,8 +78,8 @@ EXPLICIT_CODEBOOK_CASES = [
             turboquant_attention, f"given-{kind}", partial(with_codebooks, attend, [150, 70], [new, 1], (4, 2), 128, **options)
         )
         for kind, new, options in (
-            ("kept", 1, FULL_PRECISION["kept"]),
-            ("kept-prefill", 90, FULL_PRECISION["kept"]),
+            ("full-precision", 1, FULL_PRECISION["full-precision"]),
+            ("full-precision-prefill", 90, FULL_PRECISION["full-precision"]),
             ("window", 3, {"window": 48, "sinks": True}),
         )
     ),

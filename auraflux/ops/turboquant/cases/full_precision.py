@@ -31,9 +31,9 @@ from auraflux.ops.turboquant.reference import (
 MANY = [150, 37, 1, 64, 97, 33, 20, 200]  # lengths of sequences
 # key calibration and full-precision rows: as models are served, and each alone
 FULL_PRECISION: dict[str, dict[str, Any]] = {
-    "kept": {"calibrated": True, "full_precision": (1, 32)},
+    "full-precision": {"calibrated": True, "full_precision": (1, 32)},
     "calibrated": {"calibrated": True},
-    "plain": {"full_precision": (2, 20)},
+    "uncalibrated": {"full_precision": (2, 20)},
 }
 FULL_PRECISION_SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fast": ({"lengths": [333, 40, 5], "counts": [1, 1, 1], "heads": (8, 2), "width": 128, "bits": (4, 4)}, FAST),
@@ -78,7 +78,7 @@ FULL_PRECISION_CASES = [
             partial(attend, [150, 37, 1], [1, 1, 1], (4, 2), 64, bits=(k, v), **options),
         )
         for name, options in FULL_PRECISION.items()
-        for k, v in (PAIRS if name == "kept" else PAIRS[::4])
+        for k, v in (PAIRS if name == "full-precision" else PAIRS[::4])
     ),
     *(
         Case(turboquant_attention, f"pairs-{name}-{kind}", partial(in_pairs, attend, **shape, **options), **tolerance)
@@ -92,12 +92,12 @@ FULL_PRECISION_CASES = [
         Case(turboquant_attention, f"{name}-{kind}", partial(attend, **shape, **options), **tolerance)
         for (name, options), (kind, (shape, tolerance)) in product(FULL_PRECISION.items(), FULL_PRECISION_SHAPES.items())
     ),
-    Case(turboquant_attention, "kept-head", lambda: attend([150, 2], [1, 1], (4, 2), 64, full_precision=(1, 0))),
-    Case(turboquant_attention, "kept-recent", lambda: attend([150, 20], [3, 20], (4, 2), 64, full_precision=(0, 32))),
+    Case(turboquant_attention, "full-precision-head", lambda: attend([150, 2], [1, 1], (4, 2), 64, full_precision=(1, 0))),
+    Case(turboquant_attention, "full-precision-recent", lambda: attend([150, 20], [3, 20], (4, 2), 64, full_precision=(0, 32))),
     *(
         Case(
             append_codes,
-            f"kept-w{d}-{kind}",
+            f"full-precision-w{d}-{kind}",
             partial(append, [121, 3], [35, 3], 2, d, calibrated=True, full_precision=(2, 20), full_precision_dtype=dtype),
         )
         for d, kind, dtype in (
@@ -110,7 +110,7 @@ FULL_PRECISION_CASES = [
     *(
         Case(
             turboquant_attention,
-            f"kept-w{d}-{kind}-{new}",
+            f"full-precision-w{d}-{kind}-{new}",
             partial(
                 attend, [150, 70], [new, 1], (4, 2), d, calibrated=True, full_precision=(3, 40), full_precision_dtype=dtype
             ),
@@ -121,8 +121,8 @@ FULL_PRECISION_CASES = [
     *(
         Case(
             turboquant_attention,
-            f"fast-kept-decode-8k-k{k}v4",
-            partial(decode_at, 8, k, 4, **FULL_PRECISION["kept"]),
+            f"fast-full-precision-decode-8k-k{k}v4",
+            partial(decode_at, 8, k, 4, **FULL_PRECISION["full-precision"]),
             **FAST,
             **BENCH,
         )
@@ -130,41 +130,50 @@ FULL_PRECISION_CASES = [
     ),
     Case(
         turboquant_attention,
-        "fast-kept-prefill-512-of-2048-k8v4",
-        partial(prefill_of, 2048, 8, **FULL_PRECISION["kept"]),
+        "fast-full-precision-prefill-512-of-2048-k8v4",
+        partial(prefill_of, 2048, 8, **FULL_PRECISION["full-precision"]),
         **FAST,
         **BENCH,
         slow=True,
     ),
     Case(
         turboquant_partials,
-        "kept-fast",
-        lambda: attend([333], [1], (8, 2), 128, (8, 4), block=100, **FULL_PRECISION["kept"]),
+        "full-precision-fast",
+        lambda: attend([333], [1], (8, 2), 128, (8, 4), block=100, **FULL_PRECISION["full-precision"]),
         **FAST,
     ),
     Case(
         turboquant_partials,
-        "kept-prefill",
-        lambda: attend([150], [90], (4, 2), 64, block=40, sinks=True, **FULL_PRECISION["kept"]),
+        "full-precision-prefill",
+        lambda: attend([150], [90], (4, 2), 64, block=40, sinks=True, **FULL_PRECISION["full-precision"]),
     ),
     Case(
         turboquant_attention,
-        "fast-kept-mixed",
-        lambda: attend([200, 150], [3, 1], (4, 2), 64, **FULL_PRECISION["kept"]),
+        "fast-full-precision-mixed",
+        lambda: attend([200, 150], [3, 1], (4, 2), 64, **FULL_PRECISION["full-precision"]),
         **FAST,
     ),
     # more sequences than threads, so that heads are processed sequentially, and three query heads per key head
-    Case(turboquant_attention, "kept-many", lambda: attend(MANY, [1] * 8, (9, 3), 64, **FULL_PRECISION["kept"])),
-    Case(turboquant_attention, "fast-kept-many", lambda: attend(MANY, [1] * 8, (9, 3), 64, **FULL_PRECISION["kept"]), **FAST),
     Case(
         turboquant_attention,
-        "fast-kept-long",
-        lambda: attend([3000], [1], (4, 1), 64, page=64, **FULL_PRECISION["kept"]),
+        "full-precision-many",
+        lambda: attend(MANY, [1] * 8, (9, 3), 64, **FULL_PRECISION["full-precision"]),
+    ),
+    Case(
+        turboquant_attention,
+        "fast-full-precision-many",
+        lambda: attend(MANY, [1] * 8, (9, 3), 64, **FULL_PRECISION["full-precision"]),
+        **FAST,
+    ),
+    Case(
+        turboquant_attention,
+        "fast-full-precision-long",
+        lambda: attend([3000], [1], (4, 1), 64, page=64, **FULL_PRECISION["full-precision"]),
         **FAST,
     ),
     Case(
         turboquant_partials,
-        "kept",
+        "full-precision",
         lambda: attend([70, 33], [1, 3], (4, 2), 64, block=16, calibrated=True, full_precision=(1, 8)),
     ),
 ]

@@ -103,7 +103,7 @@ LATENT_CASES = [
     *(
         Case(
             append_latent_codes,
-            f"kept-b{b}",
+            f"full-precision-b{b}",
             partial(append_latent, [121, 40, 3], [35, 1, 3], 64, 8, bits=b, full_precision=(1, 32)),
         )
         for b in BITS[::2]
@@ -111,7 +111,7 @@ LATENT_CASES = [
     *(
         Case(
             append_latent_codes,
-            f"kept-w{d}-{kind}",
+            f"full-precision-w{d}-{kind}",
             partial(append_latent, [121, 3], [35, 3], d, 16, bits=6, cache=dtype, full_precision=full_precision),
         )
         for d, kind, dtype, full_precision in (
@@ -124,7 +124,7 @@ LATENT_CASES = [
     *(
         Case(
             rope_append_latent_codes,
-            f"kept-w{width}-{new}",
+            f"full-precision-w{width}-{new}",
             partial(rope_appended_latent, [121, 40], [new, 1], 3, (20, 16, width), bits=4, cache=BF16, full_precision=(1, 32)),
             # one unit in the last place of float32 may round a full-precision value to its neighbour in bfloat16
             tol=1e-4,
@@ -133,7 +133,7 @@ LATENT_CASES = [
     ),
     Case(
         rope_append_latent_codes,
-        "kept-one-token",
+        "full-precision-one-token",
         lambda: rope_appended_latent(
             [700], [1], 128, (128, 64, 512), dtype=BF16, bits=8, page=64, cache=BF16, full_precision=(1, 32)
         ),
@@ -143,7 +143,7 @@ LATENT_CASES = [
     *(
         Case(
             turboquant_latent_attention,
-            f"kept-b{b}",
+            f"full-precision-b{b}",
             partial(attend_latent, [137, 30], [1, 3], 5, 64, 8, bits=b, full_precision=(1, 32)),
         )
         for b in BITS
@@ -151,7 +151,7 @@ LATENT_CASES = [
     *(
         Case(
             turboquant_latent_attention,
-            f"kept-w{d}-{kind}-{new}",
+            f"full-precision-w{d}-{kind}-{new}",
             partial(attend_latent, [150, 70], [new, 1], 16, d, 16, bits=8, cache=dtype, full_precision=(3, 40)),
         )
         for d, kind, dtype in (
@@ -165,30 +165,36 @@ LATENT_CASES = [
     *(
         Case(
             turboquant_latent_attention,
-            f"kept-{n}-positions",
+            f"full-precision-{n}-positions",
             partial(attend_latent, [n], [1], 16, 128, 64, page=64, full_precision=(1, 32)),
         )
         for n in (1, 2, 31, 32, 33, 34, 65, 333)
     ),
-    Case(turboquant_latent_attention, "kept-head", lambda: attend_latent([150, 2], [1, 1], 4, 64, 8, full_precision=(1, 0))),
     Case(
-        turboquant_latent_attention, "kept-recent", lambda: attend_latent([150, 20], [3, 20], 4, 64, 8, full_precision=(0, 32))
+        turboquant_latent_attention,
+        "full-precision-head",
+        lambda: attend_latent([150, 2], [1, 1], 4, 64, 8, full_precision=(1, 0)),
     ),
     Case(
         turboquant_latent_attention,
-        "kept-ragged",
+        "full-precision-recent",
+        lambda: attend_latent([150, 20], [3, 20], 4, 64, 8, full_precision=(0, 32)),
+    ),
+    Case(
+        turboquant_latent_attention,
+        "full-precision-ragged",
         lambda: attend_latent([20, 1, 0, 9, 200], [3, 1, 0, 0, 99], 3, 64, 1, page=7, full_precision=(2, 11)),
     ),
     Case(
         turboquant_latent_attention,
-        "kept-decode",
+        "full-precision-decode",
         lambda: attend_latent([2048], [1], 16, 512, 64, bits=8, page=64, full_precision=(1, 32)),
         **LATENT_BENCH,
     ),
     *(
         Case(
             turboquant_latent_attention,
-            f"16-bits-kept-{heads}-heads-b{bits}",
+            f"16-bits-full-precision-{heads}-heads-b{bits}",
             partial(narrow_latent, heads, bits, full_precision=(1, 32)),
             tol=4e-3,
         )
@@ -198,7 +204,7 @@ LATENT_CASES = [
     *(
         Case(
             turboquant_latent_attention,
-            f"16-bits-kept-long-{heads}-heads-b{bits}",
+            f"16-bits-full-precision-long-{heads}-heads-b{bits}",
             partial(narrow_latent, heads, bits, [9000, 700], [1, 2], 128, (1, 32)),
             tol=4e-3,
             slow=True,
@@ -209,7 +215,7 @@ LATENT_CASES = [
     *(
         Case(
             turboquant_latent_attention,
-            f"16-bits-kept-{n}-positions",
+            f"16-bits-full-precision-{n}-positions",
             partial(narrow_latent, 16, 8, [n], [1], full_precision=(1, 32)),
             tol=4e-3,
         )
