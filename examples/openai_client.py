@@ -16,7 +16,7 @@ def main(model: str | None) -> None:
         print(f"{name} at {url}")
         stream = client.chat.completions.create(
             model=name,
-            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            messages=[{"role": "user", "content": "Name the capital of France."}],
             max_tokens=40,
             temperature=0,
             stream=True,
