@@ -13,7 +13,6 @@ One launch uses the pool at a time; a concurrent launch runs all its jobs on its
 import atexit
 import ctypes
 import os
-import platform
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,17 +23,16 @@ import numba
 import torch
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.core import config as _config
 from numba.extending import intrinsic
 
+from auraflux.ops.simd.atomics import WORD, call_libc, compare_exchange, fetch_add, load, pause, store
 from auraflux.ops.simd.compile.cache_folder import our_cache
 from auraflux.ops.simd.compile.compiler import KernelCompiler, jit_with
 
 # Numba sets its attributes at import, invisible to type checkers
 config: Any = _config
 LINE = 64  # bytes in a cache line
-WORD = ir.IntType(64)
 
 # a few microseconds more than the gap between two launches of a step; about 70 us on a Neoverse-N1
 SPINS = 3000
@@ -62,78 +60,6 @@ MAX_JOBS = (1 << 16) - 1
 inlined = jit_with("contract")
 
 
-def _pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    return builder.inttoptr(address, WORD.as_pointer())
-
-
-@intrinsic
-def _load(typingctx, address):
-    """Load a shared word atomically."""
-
-    def codegen(context, builder, signature, values):
-        return builder.load_atomic(_pointer(builder, values[0]), "seq_cst", 8)
-
-    return types.int64(types.int64), codegen
-
-
-@intrinsic
-def _store(typingctx, address, value):
-    """Store a shared word atomically."""
-
-    def codegen(context, builder, signature, values):
-        builder.store_atomic(values[1], _pointer(builder, values[0]), "seq_cst", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
-@intrinsic
-def _fetch_add(typingctx, address, value):
-    """Add to a shared word atomically and return its previous value."""
-
-    def codegen(context, builder, signature, values):
-        return builder.atomic_rmw("add", _pointer(builder, values[0]), values[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
-
-
-@intrinsic
-def _compare_exchange(typingctx, address, before, after):
-    """Replace a shared word if it equals `before`, atomically; return whether it did."""
-
-    def codegen(context, builder, signature, values):
-        found = builder.cmpxchg(_pointer(builder, values[0]), values[1], values[2], "seq_cst", "seq_cst")
-        return builder.extract_value(found, 1)
-
-    return types.boolean(types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic
-def _pause(typingctx):
-    """Execute the processor's spin-wait hint."""
-    on_arm = platform.machine() in ("aarch64", "arm64")
-    name, given = ("llvm.aarch64.isb", [ir.Constant(ir.IntType(32), 15)]) if on_arm else ("llvm.x86.sse2.pause", [])
-
-    def codegen(context, builder, signature, values):
-        kind = ir.FunctionType(ir.VoidType(), [each.type for each in given])
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, name), given)
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
-@intrinsic
-def _call_libc(typingctx, function, first, second):
-    """Call a libc function with two words; functions of one argument ignore the second."""
-
-    def codegen(context, builder, signature, values):
-        kind = ir.FunctionType(ir.IntType(32), [WORD, WORD])
-        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), codegen
-
-
 @intrinsic
 def run_job(typingctx, code, args, job, jobs):
     """Run one job: call the kernel's machine code at an address."""
@@ -155,14 +81,14 @@ def _has_jobs(ticket):
 def _take_jobs(shared):
     """Claim and run jobs until none are left; return whether this thread finished the last job of the launch."""
     last = False
-    ticket = _load(shared + TICKET)
+    ticket = load(shared + TICKET)
     while _has_jobs(ticket):
-        if _compare_exchange(shared + TICKET, ticket, ticket + 1):
+        if compare_exchange(shared + TICKET, ticket, ticket + 1):
             # code and arguments stay valid until all jobs are finished
             jobs = ticket >> 16 & MAX_JOBS
-            run_job(_load(shared + CODE), _load(shared + ARGS), ticket & MAX_JOBS, jobs)
-            last = _fetch_add(shared + DONE, 1) + 1 == jobs
-        ticket = _load(shared + TICKET)
+            run_job(load(shared + CODE), load(shared + ARGS), ticket & MAX_JOBS, jobs)
+            last = fetch_add(shared + DONE, 1) + 1 == jobs
+        ticket = load(shared + TICKET)
     return last
 
 
@@ -170,47 +96,47 @@ def _take_jobs(shared):
 def _wake(shared, sleepers):
     # a thread that saw no work holds the lock until it sleeps, so the broadcast cannot be missed; it is sent after unlocking
     # because a woken thread would only block on the lock
-    _call_libc(_load(shared + LOCK), shared + MUTEX, 0)
-    _call_libc(_load(shared + UNLOCK), shared + MUTEX, 0)
-    _call_libc(_load(shared + WAKE), shared + sleepers, 0)
+    call_libc(load(shared + LOCK), shared + MUTEX, 0, 0)
+    call_libc(load(shared + UNLOCK), shared + MUTEX, 0, 0)
+    call_libc(load(shared + WAKE), shared + sleepers, 0, 0)
 
 
 @inlined
 def _now(shared):
     """Return the monotonic clock in nanoseconds."""
-    _call_libc(_load(shared + CLOCK), MONOTONIC, shared + TIMESPEC)
-    return _load(shared + TIMESPEC) * 1_000_000_000 + _load(shared + TIMESPEC + 8)
+    call_libc(load(shared + CLOCK), MONOTONIC, shared + TIMESPEC, 0)
+    return load(shared + TIMESPEC) * 1_000_000_000 + load(shared + TIMESPEC + 8)
 
 
 @inlined
 def _wake_workers(shared):
     """Wake sleeping workers for a launch, unless the back-off of the last wake-up still runs."""
     before = _now(shared)
-    if before >= _load(shared + WAKE_AFTER):
+    if before >= load(shared + WAKE_AFTER):
         _wake(shared, WORK_COND)
         after = _now(shared)
-        _store(shared + WAKE_AFTER, after + WAKE_BACKOFF * (after - before))
+        store(shared + WAKE_AFTER, after + WAKE_BACKOFF * (after - before))
 
 
 def _worker(shared):
     """Run jobs until the pool is stopped: the main loop of a worker thread."""
     spins = 0
-    while _load(shared + STOPPED) == 0:
-        if _has_jobs(_load(shared + TICKET)):
-            if _take_jobs(shared) and _load(shared + CALLER_SLEEPS) != 0:
+    while load(shared + STOPPED) == 0:
+        if _has_jobs(load(shared + TICKET)):
+            if _take_jobs(shared) and load(shared + CALLER_SLEEPS) != 0:
                 _wake(shared, DONE_COND)
             spins = 0
         elif spins < SPINS:
             spins += 1
-            _pause()
+            pause()
         else:
-            _call_libc(_load(shared + LOCK), shared + MUTEX, 0)
-            _fetch_add(shared + SLEEPERS, 1)
+            call_libc(load(shared + LOCK), shared + MUTEX, 0, 0)
+            fetch_add(shared + SLEEPERS, 1)
             # a launch checks for sleepers after it stores the ticket
-            if not _has_jobs(_load(shared + TICKET)) and _load(shared + STOPPED) == 0:
-                _call_libc(_load(shared + SLEEP), shared + WORK_COND, shared + MUTEX)
-            _fetch_add(shared + SLEEPERS, -1)
-            _call_libc(_load(shared + UNLOCK), shared + MUTEX, 0)
+            if not _has_jobs(load(shared + TICKET)) and load(shared + STOPPED) == 0:
+                call_libc(load(shared + SLEEP), shared + WORK_COND, shared + MUTEX, 0)
+            fetch_add(shared + SLEEPERS, -1)
+            call_libc(load(shared + UNLOCK), shared + MUTEX, 0, 0)
             spins = 0
     return 0
 
@@ -219,33 +145,33 @@ def _worker(shared):
 def _wait_for_jobs(shared, jobs):
     """Wait until all jobs of the launch are finished."""
     for _ in range(SPINS):
-        if _load(shared + DONE) == jobs:
+        if load(shared + DONE) == jobs:
             return
-        _pause()
-    _call_libc(_load(shared + LOCK), shared + MUTEX, 0)
-    _store(shared + CALLER_SLEEPS, 1)
-    while _load(shared + DONE) != jobs:
-        _call_libc(_load(shared + SLEEP), shared + DONE_COND, shared + MUTEX)
-    _store(shared + CALLER_SLEEPS, 0)
-    _call_libc(_load(shared + UNLOCK), shared + MUTEX, 0)
+        pause()
+    call_libc(load(shared + LOCK), shared + MUTEX, 0, 0)
+    store(shared + CALLER_SLEEPS, 1)
+    while load(shared + DONE) != jobs:
+        call_libc(load(shared + SLEEP), shared + DONE_COND, shared + MUTEX, 0)
+    store(shared + CALLER_SLEEPS, 0)
+    call_libc(load(shared + UNLOCK), shared + MUTEX, 0, 0)
 
 
 @inlined
 def launch_jobs(shared, code, args, jobs):
     """Run all jobs of a kernel on the pool and return when they are finished."""
-    if jobs == 1 or jobs > MAX_JOBS or not _compare_exchange(shared + BUSY, 0, 1):
+    if jobs == 1 or jobs > MAX_JOBS or not compare_exchange(shared + BUSY, 0, 1):
         for job in range(jobs):
             run_job(code, args, job, jobs)
         return
-    _store(shared + CODE, code)
-    _store(shared + ARGS, args)
-    _store(shared + DONE, 0)
-    _store(shared + TICKET, ((_load(shared + TICKET) >> 32) + 1) << 32 | jobs << 16)
-    if _load(shared + SLEEPERS) != 0:
+    store(shared + CODE, code)
+    store(shared + ARGS, args)
+    store(shared + DONE, 0)
+    store(shared + TICKET, ((load(shared + TICKET) >> 32) + 1) << 32 | jobs << 16)
+    if load(shared + SLEEPERS) != 0:
         _wake_workers(shared)
     _take_jobs(shared)
     _wait_for_jobs(shared, jobs)
-    _store(shared + BUSY, 0)
+    store(shared + BUSY, 0)
 
 
 with our_cache():
@@ -256,7 +182,7 @@ with our_cache():
         if jobs:
             launch_jobs(shared, code, args, jobs)
         else:
-            _store(shared + STOPPED, 1)
+            store(shared + STOPPED, 1)
             _wake(shared, WORK_COND)
 
 
