@@ -32,8 +32,8 @@ from auraflux.ops.turboquant.cpu.int8.tiles import (
     PLUS,
     STRAIGHT,
     group_rows,
+    load_quads,
     per_tile,
-    quads,
     room_of,
     side_by_side,
     transpose,
@@ -140,7 +140,7 @@ def transposed_score_loop(b, bits, args):
             with cgutils.for_range(b, args.steps) as loop:
                 place = b.add(here, b.mul(loop.index, at(bytes_ * BYTES)))
                 levels = [load(b, place, n * BYTES, ISA.bytes) for n in range(bytes_)]
-                x = quads(b, b.add(args.q, b.mul(loop.index, at(room_of(tile) * 8))), 2 * room_of(tile))
+                x = load_quads(b, b.add(args.q, b.mul(loop.index, at(room_of(tile) * 8))), 2 * room_of(tile))
                 _add_dots(b, totals, levels, x)
             _store_scores(b, totals, group.index, args)
 
@@ -185,5 +185,5 @@ def _products(b, code, tile, where, quads, q):
         query = b.add(q, b.mul(loop.index, at(4 * code.vectors * room * 8)))
         for n, codes in enumerate(c for word in words for c in code.split(b, word)):
             levels = code.key_levels(b, codes, PLUS)
-            _add_dots(b, totals, levels, quads(b, b.add(query, at(n * room * 8)), 2 * room))
+            _add_dots(b, totals, levels, load_quads(b, b.add(query, at(n * room * 8)), 2 * room))
     return totals

@@ -41,7 +41,7 @@ def per_tile(b, heads, build):
             build(tile)
 
 
-def quads(b, address, count):
+def load_quads(b, address, count):
     """Load `count` times four bytes, each repeated in all lanes."""
     if count % 4 == 0:
         return ISA.quads(b, address, count)

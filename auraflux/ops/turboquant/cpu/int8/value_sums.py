@@ -26,8 +26,8 @@ from auraflux.ops.turboquant.cpu.int8.tiles import (
     LANES,
     WAYS,
     group_rows,
+    load_quads,
     per_tile,
-    quads,
     room_of,
     side_by_side,
     transpose,
@@ -135,7 +135,7 @@ def _add_weighed(b, totals, weights, levels):
 
 def _weights(b, address, count):
     if ISA.by_lane:
-        return quads(b, address, count)
+        return load_quads(b, address, count)
     return [load(b, address, n * WEIGHT, ISA.bytes) for n in range(count)]
 
 
