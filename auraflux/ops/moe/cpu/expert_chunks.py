@@ -16,7 +16,9 @@ from auraflux.ops.simd.jit import Kernel, arguments, floats, halves, int32s, int
 from auraflux.ops.simd.math import bits_of_float, silu
 from auraflux.ops.simd.vectors import copy, kernel, prefetch
 
-CHUNKS_PER_THREAD = 4  # in a phase: a thread that starts late delays the others by at most one chunk
+# a thread that starts late delays the others by at most one chunk, and claiming one costs a fraction of a microsecond
+CHUNK_NBYTES = 1 << 15
+MOST_CHUNKS_PER_THREAD = 16
 HEAD_NBYTES = 1 << 14  # of a chunk of the second phase, prefetched while other threads finish the first
 
 # words of the setup, which all threads read. Addresses of the request: layer and count, tokens, experts, x, results
@@ -50,6 +52,13 @@ def _arrays(scratch, max_pairs, max_tokens):
     order, tokens = int64s(at, max_pairs), int64s(at + 8 * max_pairs, max_pairs)
     at += 8 * 2 * max_pairs
     return experts, starts, order, tokens, int64s(at, max_pairs), int64s(at + 8 * max_pairs, max_tokens)
+
+
+@jit
+def _chunk_count(blocks, nbytes, threads):
+    """Return how many chunks a phase has: the same number for each thread."""
+    each = (nbytes + threads * CHUNK_NBYTES // 2) // (threads * CHUNK_NBYTES)
+    return min(blocks, threads * min(max(each, 1), MOST_CHUNKS_PER_THREAD))
 
 
 @jit
@@ -92,10 +101,10 @@ def make_plan(args, scratch):
     _order_by_expert(count, groups, experts, starts, order, pair_ready)
     for t in range(max_tokens):
         token_ready[t] = 0
-    most = CHUNKS_PER_THREAD * setup[THREADS]
     plan[GROUPS] = groups
-    plan[FIRST_PHASE] = min(groups * (setup[INNER] // 2), most)
-    plan[TOTAL] = plan[FIRST_PHASE] + min(groups * (setup[HIDDEN] // 4), most)
+    # down is half as large as gate and up
+    plan[FIRST_PHASE] = _chunk_count(groups * (setup[INNER] // 2), groups * setup[DOWN], setup[THREADS])
+    plan[TOTAL] = plan[FIRST_PHASE] + _chunk_count(groups * (setup[HIDDEN] // 4), groups * setup[DOWN] // 2, setup[THREADS])
 
 
 @jit
