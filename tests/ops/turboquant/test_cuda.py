@@ -22,16 +22,10 @@ from auraflux.ops.turboquant.cases.inputs import append, attend
 from auraflux.ops.turboquant.codebook import BITS, boundaries, codebook, nearest
 from auraflux.ops.turboquant.cuda.call import Append
 from auraflux.ops.turboquant.cuda.decode import launch as decode_launch
+from auraflux.ops.turboquant.cuda.decode import plan as decode_plan
 from auraflux.ops.turboquant.cuda.decode.config import MergeSizes
-from auraflux.ops.turboquant.cuda.decode.launch import (
-    EXCLUSIVE,
-    PROGRAM_SHAPES,
-    ProgramShape,
-    depth,
-    level_words,
-    plan_for,
-    splits_for,
-)
+from auraflux.ops.turboquant.cuda.decode.launch import level_words
+from auraflux.ops.turboquant.cuda.decode.plan import EXCLUSIVE, PROGRAM_SHAPES, ProgramShape, depth, plan_for, splits_for
 from auraflux.ops.turboquant.cuda.encode.hadamard import levels_for
 from auraflux.ops.turboquant.cuda.routes import APPEND
 from auraflux.ops.turboquant.pages import CodePages
@@ -88,8 +82,8 @@ def test_rings_fit_shared_memory(width: int, program: ProgramShape):
     for key_bits, value_bits, blocks in product(BITS, BITS, (1, 2)):
         deep = depth(key_bits, value_bits, width, blocks, program)
         ring = program.warps * deep * blocks * 16 * (width * (key_bits + value_bits) // 8 + 8)
-        rounded = decode_launch.ring_begin(width) + -(-ring // 4096) * 4096
-        assert program.resident * (rounded + decode_launch.RESERVED_NBYTES) <= decode_launch.MULTIPROCESSOR_NBYTES
+        rounded = decode_plan.ring_begin(width) + -(-ring // 4096) * 4096
+        assert program.resident * (rounded + decode_plan.RESERVED_NBYTES) <= decode_plan.MULTIPROCESSOR_NBYTES
         assert deep or blocks == 2
 
 

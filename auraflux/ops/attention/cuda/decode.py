@@ -44,11 +44,38 @@ from auraflux.ops.hopper.split_kv import (
 
 MOST_COLUMNS = 32
 MERGED = 64  # channels of a program that merges
-# by width: programs per multiprocessor, tiles in flight, how many of them are loaded before the wait, and registers, few
-# enough that merging programs fit on the same multiprocessor
-SHAPES = {64: (2, 6, 6, 96), 128: (2, 3, 2, 96), 256: (1, 3, 3, 168)}
 F32 = gl.float32
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+class Tiling(NamedTuple):
+    """Tiling of heads of one width.
+
+    width      channels of a head
+    programs   per multiprocessor
+    stages     tiles in flight
+    before     how many of them are loaded before the wait
+    registers  per thread, few enough that merging programs fit on the same multiprocessor
+    """
+
+    width: int
+    programs: int
+    stages: int
+    before: int
+    registers: int
+
+
+TILINGS = (
+    Tiling(64, 2, 6, 6, 96),
+    # 32768 positions, H200: 33.2 µs; all three tiles before the wait 34.4, one 34.6; before early launches 1 x 6 tiles took
+    # 41.0, 2 x 3 38.6 and 3 x 2 39.6
+    Tiling(128, 2, 3, 2, 96),
+    Tiling(256, 1, 3, 3, 168),
+)
+
+
+def tiling_for(width: int) -> Tiling:
+    return next(each for each in TILINGS if each.width == width)
 
 
 class DecodeShape(NamedTuple):
@@ -244,15 +271,19 @@ def attend_decode(
     """Run `attention` into `out`."""
     (tokens, heads, width), (_, key_heads, page, _) = q.shape, pages.k.shape
     (sequences, table_width), group = pages.table.shape, heads // key_heads
-    programs, (each, stages, before, registers) = tokens * key_heads, SHAPES[width]
-    splits, fixed = splits_for(each * multiprocessors(q.device) // programs, table_width * page), invariant_split_keys()
+    programs, tiling = tokens * key_heads, tiling_for(width)
+    stages, before = tiling.stages, tiling.before
+    splits, fixed = (
+        splits_for(tiling.programs * multiprocessors(q.device) // programs, table_width * page),
+        invariant_split_keys(),
+    )
     parts = None if splits == 1 and not fixed else empty_split_partials(tokens * heads, splits, width, torch.float32, q.device)
     n, seen = max(8, power_of_two(group)), NO_WINDOW if window is None else window
     launch(decode_columns, (programs, splits))(
         tiles_of(q, n), tiles_of(pages.k, TILE), tiles_of(pages.v, TILE), index_of(pages, starts),
         sinks if parts is None else None, parts or SingleSplit(out), scale, softcap or 1.0, seen, heads, splits,
         DecodeShape(group, key_heads, width, page, power_of_two(sequences), n, stages, before, softcap is not None, fixed),
-        num_warps=4, maxnreg=registers, launch_pdl=True,
+        num_warps=4, maxnreg=tiling.registers, launch_pdl=True,
     )  # fmt: skip
     if parts is not None:
         merge(parts, sinks, out, MERGED, before < stages)

@@ -44,9 +44,42 @@ from auraflux.ops.gpu.sizes import power_of_two
 from auraflux.ops.hopper.split_kv import TILE, columns, tiles_of
 
 ROWS = 128  # of a program
-STAGES = {64: 6, 128: 6, 256: 2}  # tiles of keys and of values in flight, by width
-# (programs at least, positions up to which these beat split keys with a merge)
-UNSPLIT = ((64, 1 << 31), (32, 8192), (16, 2048), (1, 512))
+
+
+class Tiling(NamedTuple):
+    """Tiles of keys and of values in flight, for heads of at most `width` channels."""
+
+    width: int
+    stages: int
+
+
+# 2048 / 8192 tokens at width 128, H200: 83.4 / 895 to 912 µs; 4 in flight 84.5 / 944
+TILINGS = (Tiling(128, 6), Tiling(256, 2))
+
+
+class Unsplit(NamedTuple):
+    """Condition under which tiles over all keys beat split keys with a merge: programs at least, positions at most."""
+
+    programs: int
+    positions: int
+
+
+# µs of split keys / these tiles on an H200, 32/8 heads of 128; the table is in bench/notebook/attention.md
+UNSPLIT = (
+    Unsplit(64, 1 << 31),  # 16384 positions: 323 / 198
+    Unsplit(32, 8192),  # 4096 positions: 77.7 / 57.5; 16384: 196 / 197
+    Unsplit(16, 2048),  # 2048 positions: 34.2 / 34.2; 4096: 47.0 / 57.6
+    Unsplit(1, 512),  # 1024 positions: 17.9 / 21.1
+)
+
+
+def stages_for(width: int) -> int:
+    return next(each.stages for each in TILINGS if width <= each.width)
+
+
+def most_positions(programs: int) -> int:
+    """Return the positions up to which these tiles are faster than split keys with a merge."""
+    return next(each.positions for each in UNSPLIT if programs >= each.programs)
 
 
 class PrefillShape(NamedTuple):
@@ -292,6 +325,6 @@ def attend_prefill(
     launch(prefill_tiles, grid)(
         q, tiles_of(pages.k, TILE), tiles_of(pages.v, TILE), pages.v, index_of(pages, starts), sinks, out,
         Scores(scale, softcap or 1.0, NO_WINDOW if window is None else window, newest), far, heads,
-        PrefillShape(group, key_heads, width, page, power_of_two(sequences), STAGES[width], softcap is not None,
+        PrefillShape(group, key_heads, width, page, power_of_two(sequences), stages_for(width), softcap is not None,
                      recent is not None), num_warps=4,
     )  # fmt: skip

@@ -118,7 +118,7 @@ def _refuses_prefill(call: Attend) -> str | None:
     programs, positions = rows // prefill.ROWS * key_heads, table_width * page
     if call.window is not None:
         positions = min(positions, call.window + tokens)
-    most = next(most for least, most in prefill.UNSPLIT if programs >= least)
+    most = prefill.most_positions(programs)
     return None if positions <= most else f"{programs} programs for {positions} positions: flash_paged splits the keys"
 
 

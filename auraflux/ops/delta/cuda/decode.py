@@ -25,12 +25,29 @@ from auraflux.ops.hopper.ptx import CLUSTER_ARRIVE, CLUSTER_WAIT, run
 
 WIDTH = 128  # channels of keys and values
 MOST_PROGRAMS = 8  # of a cluster
-SPLIT = 4  # programs of a value head, where they fit a cluster
-SPLIT_HEADS = 128  # heads in all at most; with more, an H200 is full without
-WARPS = {1: 8, 2: 8, 4: 4}  # by programs of a head
 
 # by device, the state that the last step wrote
 _latest: dict[torch.device, int] = {}
+
+
+class Split(NamedTuple):
+    """Programs of a value head and warps of each, for so many heads of all sequences at most."""
+
+    heads: int
+    programs: int
+    warps: int
+
+
+# 32 value heads of 1 / 8 / 32 sequences, H200
+SPLITS = (
+    Split(128, 4, 4),  # 3.05 / 12.4 / 45.8 µs
+    Split(1 << 31, 1, 8),  # 3.6 / 11.2 / 42.8 µs; with 16 warps 4.0 / 13.3 / 51.3
+)
+
+
+def split_for(heads: int, shared: int) -> Split:
+    """Return the split of `heads` heads of all sequences, of which `shared` share a key head and a cluster."""
+    return next(row for row in SPLITS if heads <= row.heads and (row.programs == 1 or row.programs * shared <= MOST_PROGRAMS))
 
 
 class Weights(NamedTuple):
@@ -202,10 +219,10 @@ def step_hopper(
     """Run `delta_layer_step` into `out`."""
     (batch, heads), key_heads = state.shape[:2], key_heads_of(qkv, state)
     shared = heads // key_heads
-    split = SPLIT if batch * heads <= SPLIT_HEADS and SPLIT * shared <= MOST_PROGRAMS else 1
+    _, programs, warps = split_for(batch * heads, shared)
     early = _latest.get(state.device) != state.data_ptr()
     _latest[state.device] = state.data_ptr()
     launch(layer_step, (batch * key_heads,))(
         qkv, z, a, b, conv, state, Weights(taps, a_log, dt_bias, norm), out, unit_eps, eps, WIDTH**-0.5,
-        StepShape(key_heads, shared, split), num_warps=WARPS[split], num_ctas=shared * split, launch_pdl=early,
+        StepShape(key_heads, shared, programs), num_warps=warps, num_ctas=shared * programs, launch_pdl=early,
     )  # fmt: skip

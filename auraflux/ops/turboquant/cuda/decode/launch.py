@@ -1,10 +1,9 @@
-"""Launch of decode attention over codes in pairs: split-KV plan, grid and merge.
+"""Launch of decode attention over codes in pairs: grid and merge (the split-KV plan is in `plan.py`).
 
 Every new token is a separate program: query heads that share a key head fill the columns of a product.
 """
 
-from functools import cache, lru_cache
-from typing import NamedTuple
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.gpu.blocks.flash import NO_WINDOW
 from auraflux.ops.gpu.blocks.pages import Index, index_of
 from auraflux.ops.gpu.blocks.softmax import LOG2E, Partials, empty_partials
-from auraflux.ops.gpu.device import MULTIPROCESSOR_NBYTES, multiprocessors
+from auraflux.ops.gpu.device import multiprocessors
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.split_kv import INVARIANT_SPLITS, invariant_split_keys, merge_capacity
@@ -21,55 +20,25 @@ from auraflux.ops.hopper.split_kv import splits_for as fixed_splits_for
 from auraflux.ops.turboquant.codebook import Codebook, codebook
 from auraflux.ops.turboquant.cuda.arguments import full_precision_pages, full_precision_shape, keys_of, shape_of, values_of
 from auraflux.ops.turboquant.cuda.decode.attend import attend_pairs
-from auraflux.ops.turboquant.cuda.decode.code_loop import ring_begin
 from auraflux.ops.turboquant.cuda.decode.config import Codes, Config, MergeSizes, Output, Scores, Work
 from auraflux.ops.turboquant.cuda.decode.full_precision import key_means
 from auraflux.ops.turboquant.cuda.decode.invariant_splits import finish_in_order
 from auraflux.ops.turboquant.cuda.decode.merge import finish_pairs, finish_rotated
+from auraflux.ops.turboquant.cuda.decode.plan import BLOCK, EXCLUSIVE, MOST_KEYS, PROGRAM_SHAPES, Plan, depth, plan_for
 from auraflux.ops.turboquant.cuda.encode.hadamard import MOST_BOOKS, rotation_for
 from auraflux.ops.turboquant.pages import CodePages
 
 MOST_TOKENS = 8  # per sequence on average; each token reads the codes again
 COLUMNS = 8  # query heads per program
-BLOCK = 16  # tokens per warp and step, times `blocks`
-MOST_SPLITS = 256
 MOST_FIXED = INVARIANT_SPLITS - 1  # splits of codes inside `invariant`; full-precision tokens may have one more
 MOST_FULL_PRECISION = 128  # full-precision tokens: 16 per warp
 MOST_BALANCED = 256  # sequences that a warp balances
-LONG = 16  # steps from which a warp takes several blocks per step; below, programs would run out of work
 
 
-class ProgramShape(NamedTuple):
-    """Warps per program, registers per thread, and resident programs per multiprocessor."""
-
-    warps: int
-    registers: int
-    resident: int
-
-
-PROGRAM_SHAPES = {64: ProgramShape(8, 128, 2), 128: ProgramShape(8, 128, 2), 256: ProgramShape(8, 255, 1)}
-# one program per multiprocessor, where programs are no more than those; width 128
-EXCLUSIVE = ProgramShape(8, 168, 1)
-FEW_STAGES = 2  # pipeline stages of such a program, one of them prefetched before gdc_wait: more would delay the first codes
-BUSY = 0.7  # share of multiprocessors with work from which a row is not split, up to MOST_KEYS keys:
-MOST_KEYS = 8192  # a batch may have one long sequence among short ones
-BUSY_WIDE = 0.45  # the same at width 256
-WIDE_KEYS = 4096
-# keys per split for which an exclusive multiprocessor is faster: with two blocks per step, and with one block of 8 bits
-FEW_KEYS, FEWER_KEYS = range(1024, 2305), range(512, 1024)
 MORE_REGISTERS = 168  # registers per thread where no multiprocessor has two programs and full-precision tokens have a split
-RESERVED_NBYTES = 1 << 10  # of shared memory per program
-MOST_STAGES = 4
 WIDEST_SPARE = 128  # head width whose sums fit next to the table, where keys and values share one side of it
 SPLITS_AT_ONCE = 16  # splits loaded at once by `finish_in_order`: most rows have no more
 ROTATED_COLUMNS = 64  # columns per program of `finish_rotated`: heads are few and their splits many
-
-
-def depth(key_bits: int, value_bits: int, width: int, blocks: int = 1, program: ProgramShape | None = None) -> int:
-    """Return the pipeline stages that fit shared memory next to the table, at most MOST_STAGES."""
-    program = program or PROGRAM_SHAPES[width]
-    balanced = (MULTIPROCESSOR_NBYTES // program.resident - RESERVED_NBYTES) // 4096 * 4096 - ring_begin(width)
-    return min(MOST_STAGES, balanced // (program.warps * blocks * BLOCK * (width * (key_bits + value_bits) // 8 + 8)))
 
 
 @lru_cache(MOST_BOOKS)
@@ -93,83 +62,6 @@ def _pair_words(bits: int, width: int, explicit: Codebook | None) -> Tensor:
     byte, book, mask = torch.arange(256), (codebook(bits, width, explicit=explicit) * width**0.5).half(), (1 << bits) - 1
     pair = byte & mask, byte >> (bits if bits <= 4 else 0) & mask
     return torch.stack([book[code] for code in pair], 1).view(torch.int32).squeeze(1)
-
-
-@cache
-def splits_for(programs: int, slots: int, most: int) -> int:
-    """Return the number of splits that fills the GPU once; among few splits, the one with the least idle time."""
-    wanted = slots // programs
-    if wanted < 4:
-        candidates = [(cdiv(programs * n, slots) * slots / (programs * n), n) for n in range(max(1, wanted), 9)]
-        # each further split has a fixed cost
-        wanted = min(candidates, key=lambda busy: busy[0] + busy[1] / 32)[1]
-    wanted = max(1, min(wanted, MOST_SPLITS, most))
-    # the fewest splits with the same number of steps
-    return cdiv(most, cdiv(most, wanted))
-
-
-class Plan(NamedTuple):
-    """Split-KV plan.
-
-    splits    splits of a row
-    blocks    blocks of 16 tokens per warp and step
-    depth     pipeline stages
-    program   warps, registers, residency
-    prefetch  stages copied before the previous kernel has ended
-    """
-
-    splits: int
-    blocks: int
-    depth: int
-    program: ProgramShape
-    prefetch: int
-
-
-@cache
-def plan_for(
-    programs: int,
-    multiprocessors: int,
-    capacity: int,
-    page: int,
-    key_bits: int,
-    value_bits: int,
-    width: int,
-    windowed: bool = False,
-) -> Plan:
-    program, bits = PROGRAM_SHAPES[width], (key_bits, value_bits)
-    exclusive = _exclusive_plan(programs, multiprocessors, capacity, page, bits, width)
-    if exclusive:
-        return exclusive
-    slots = program.resident * multiprocessors
-    if width == 256 and bits == (4, 4) and cdiv(capacity, program.warps * 2 * BLOCK) >= LONG:
-        # a deeper pipeline delays the merge kernels
-        return Plan(splits_for(programs, slots, cdiv(capacity, program.warps * BLOCK)), 1, FEW_STAGES, program, 1)
-    # four blocks of 3, 6 or 8 bits would spill registers, and a sliding window may have few
-    for blocks in (4, 2) if width == 64 and {*bits} <= {2, 4} and not windowed else (2,):
-        steps, stages = cdiv(capacity, program.warps * blocks * BLOCK), depth(*bits, width, blocks)
-        if page % (blocks * BLOCK) == 0 and stages and steps >= LONG:
-            return Plan(splits_for(programs, slots, steps), blocks, stages, program, stages)
-    stages = max(1, depth(*bits, width))
-    return Plan(splits_for(programs, slots, cdiv(capacity, program.warps * BLOCK)), 1, stages, program, stages)
-
-
-def _exclusive_plan(
-    programs: int, multiprocessors: int, capacity: int, page: int, bits: tuple[int, int], width: int
-) -> Plan | None:
-    """Plan one program per multiprocessor where that is faster: for unsplit rows, or splits of a suitable size."""
-    busy = programs / multiprocessors
-    if width == 256 and capacity <= WIDE_KEYS and BUSY_WIDE <= busy <= 1:
-        stages = depth(*bits, width)
-        return Plan(1, 1, stages, PROGRAM_SHAPES[width], stages)
-    if width != 128 or busy > 1:
-        return None
-    if busy >= BUSY and capacity <= MOST_KEYS:
-        return Plan(1, 1, min(FEW_STAGES, depth(*bits, width, 1, EXCLUSIVE)), EXCLUSIVE, 1)
-    partials = multiprocessors // programs
-    keys, blocks = cdiv(capacity, partials), 2 if page % (2 * BLOCK) == 0 and {*bits} <= {2, 4} else 1
-    if partials > 1 and (keys in FEW_KEYS if blocks == 2 else max(bits) == 8 and keys in FEWER_KEYS):
-        return Plan(partials, blocks, min(FEW_STAGES, depth(*bits, width, blocks, EXCLUSIVE)), EXCLUSIVE, 1)
-    return None
 
 
 def _plan(programs: int, pages: CodePages, windowed: bool) -> Plan:

@@ -58,10 +58,36 @@ BITS = (4, 8)
 MOST_TOKENS = 2  # per sequence on average
 MOST_COLUMNS = 32
 STAGES = 2  # decoded tiles
-REGISTERS = {8: 104, 16: 112, 32: 136}  # few enough that merge programs can be resident at the same time
-# by columns and bits: rows per chunk of codes, and chunks in flight per warp
-RINGS = {(n, bits): (4, 16 // bits) for n in (8, 16) for bits in (4, 8)} | {(32, 8): (2, 2), (32, 4): (4, 2)}
 F16, BF, F32 = gl.constexpr(gl.float16), gl.constexpr(gl.bfloat16), gl.constexpr(gl.float32)
+
+
+class Tiling(NamedTuple):
+    """Tiling of query heads, padded to columns, over codes of one bit width.
+
+    columns, bits  of a program, of a code
+    rows, chunks   rows per chunk of codes, chunks in flight per warp
+    registers      per thread, few enough that merge programs can be resident at the same time
+    """
+
+    columns: int
+    bits: int
+    rows: int
+    chunks: int
+    registers: int
+
+
+TILINGS = (
+    Tiling(8, 4, 4, 4, 104),
+    Tiling(8, 8, 4, 2, 104),
+    Tiling(16, 4, 4, 4, 112),
+    Tiling(16, 8, 4, 2, 112),
+    Tiling(32, 4, 4, 2, 136),
+    Tiling(32, 8, 2, 2, 136),
+)
+
+
+def tiling_for(columns: int, bits: int) -> Tiling:
+    return next(each for each in TILINGS if (each.columns, each.bits) == (columns, bits))
 
 
 class Source(NamedTuple):
@@ -282,13 +308,15 @@ def attend_code_columns(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, st
     splits = splits_for(multiprocessors(device) // programs, table_width * page)
     partials = empty_split_partials(tokens * heads, splits, LATENT, torch.float32, device)
     signs, _ = rotation_for(LATENT, pages.seed, False, device)
-    ring, full = RINGS[n, pages.bits], full_precision_latent_shape(pages)
-    config = Config(page, power_of_two(sequences), TILE, n, pages.bits, *ring, STAGES, full, invariant_split_keys())
+    tiling, full = tiling_for(n, pages.bits), full_precision_latent_shape(pages)
+    config = Config(
+        page, power_of_two(sequences), TILE, n, pages.bits, tiling.rows, tiling.chunks, STAGES, full, invariant_split_keys()
+    )
     launch(latent_code_columns, (programs, splits))(
         q_latent, signs, tiles_of(q_rope, n), tiles_of(pages.rope, TILE),
         CodeTensors(pages.codes, pages.norms, table_for(pages.bits, LATENT, device, pages.book)), full_precision_latents(pages),
         index_of(pages, starts), partials, (scale * LOG2E.value, LATENT**-0.5), heads, splits, config,
-        num_warps=4, maxnreg=REGISTERS[n], launch_pdl=True,
+        num_warps=4, maxnreg=tiling.registers, launch_pdl=True,
     )  # fmt: skip
     merge_rotated(partials, signs, out, MERGED, early=True)
     return out

@@ -35,7 +35,6 @@ from auraflux.ops.turboquant.pages import LatentCodes
 HEADS, LATENT = 64, 512  # heads per program, and channels
 TILE = 32  # positions
 STAGES = 3  # decoded tiles
-RINGS = {8: (4, 2), 4: (4, 4)}  # by bits: rows per chunk of codes, and chunks in flight per warp
 REGISTERS = 128
 MIXED = 32  # stride of the lowest of the three channel bits whose transform runs before splits are stored
 
@@ -44,6 +43,21 @@ F16, BF, F32 = gl.constexpr(gl.float16), gl.constexpr(gl.bfloat16), gl.constexpr
 SUMS = gl.constexpr(columns(128))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+class Tiling(NamedTuple):
+    """Ring of codes of one bit width: rows per chunk, chunks in flight per warp."""
+
+    bits: int
+    rows: int
+    chunks: int
+
+
+TILINGS = (Tiling(4, 4, 4), Tiling(8, 4, 2))
+
+
+def tiling_for(bits: int) -> Tiling:
+    return next(each for each in TILINGS if each.bits == bits)
 
 
 class Source(NamedTuple):
@@ -241,8 +255,8 @@ def attend_code_rows(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, start
     # the extra rounding to float16 is invisible in the mean of many splits
     partials = empty_split_partials(tokens * heads, splits, LATENT, torch.float16, device)
     signs, _ = rotation_for(LATENT, pages.seed, False, device)
-    ring, full = RINGS[pages.bits], full_precision_latent_shape(pages)
-    config = Config(page, power_of_two(sequences), TILE, HEADS, pages.bits, *ring, STAGES, full, invariant_split_keys())
+    tiling, full = tiling_for(pages.bits), full_precision_latent_shape(pages)
+    config = Config(page, power_of_two(sequences), TILE, HEADS, *tiling, STAGES, full, invariant_split_keys())
     launch(latent_code_rows, (programs, splits))(
         tiles_of(hadamard_queries(q_latent, signs), HEADS), tiles_of(q_rope, HEADS), tiles_of(pages.rope, TILE),
         CodeTensors(pages.codes, pages.norms, table_for(pages.bits, LATENT, device, pages.book)), full_precision_latents(pages),
