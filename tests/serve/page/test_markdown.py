@@ -62,6 +62,7 @@ MARKDOWN = {
     "![a](https://e.com/b.png)": '<p><a href="https://e.com/b.png">a</a></p>',
     "&amp; &#65; &nope; `&lt;`": "<p>&amp; A &amp;nope; <code>&amp;lt;</code></p>",
     "\\(a_b*c*\\) $5": '<p><span class="math">a_b*c*</span> $5</p>',
+    "\\[a \\\\[2pt] b\\] \\(": '<p><span class="math">a \\\\[2pt] b</span> (</p>',
 }
 
 
@@ -76,6 +77,20 @@ def test_pathological_markdown_is_rendered(page, text):
     length = "async (text) => { const root = document.createElement('div'); document.body.append(root);"
     length += "new (await import('/static/markdown/render.js')).Rendering(root).update(text); return root.offsetHeight; }"
     assert page.evaluate(length, text) > 0
+
+
+LEX = """async (text) => {
+  const { lex } = await import("/static/markdown/lexer.js");
+  const start = performance.now();
+  lex(text);
+  return performance.now() - start;
+}"""
+
+
+@pytest.mark.parametrize("delimiter", ["\\[", "\\(", "\\[ a", "$$ "])
+def test_unclosed_math_takes_linear_time(page, delimiter):
+    # milliseconds; a quadratic scan takes 2,000 to 6,000
+    assert page.evaluate(LEX, delimiter * 20_001) < 1500
 
 
 STREAM = """async (count) => {

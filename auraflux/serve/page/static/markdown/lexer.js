@@ -4,8 +4,7 @@ import { Lexer, Marked, Tokenizer } from "../vendor/marked.esm.js";
 
 // Quotes, lists, emphasis and links nest by recursion; the limit protects the stack from hostile input.
 const MAX_DEPTH = 16;
-// A formula is at most this long; the limit keeps delimiters that never close from costing quadratic time.
-const MAX_MATH = 4000;
+const MAX_MATH = 4000; // characters of a formula
 const MATH_DELIMITERS = [["$$", "$$"], ["\\[", "\\]"], ["\\(", "\\)"]];
 
 class TextTokenizer extends Tokenizer {
@@ -57,9 +56,22 @@ class TextTokenizer extends Tokenizer {
   }
 }
 
+// Return where a formula ends, or -1. The next opening delimiter ends the scan, so that delimiters that never close cost linear
+// time. Escapes are read in pairs: the line break `\\[2pt]` opens nothing.
+function mathEnd(source, open, close) {
+  const text = source.slice(0, MAX_MATH);
+  if (open === close) return text.indexOf(close, 2);
+  const escape = /\\[^]/g;
+  escape.lastIndex = 2;
+  for (let found = escape.exec(text); found && found[0] !== open; found = escape.exec(text)) {
+    if (found[0] === close) return found.index;
+  }
+  return -1;
+}
+
 function inlineMath(source) {
   const pair = MATH_DELIMITERS.find(([open]) => source.startsWith(open));
-  const end = pair ? source.slice(0, MAX_MATH).indexOf(pair[1], 2) : -1;
+  const end = pair ? mathEnd(source, ...pair) : -1;
   if (end <= 2) return undefined;
   return { type: "math", raw: source.slice(0, end + 2), text: source.slice(2, end).trim() };
 }
@@ -85,7 +97,11 @@ const options = new Marked({
 // Return the block tokens of `text`, which has no carriage returns. The `raw` fields of the tokens join to `text`.
 export function lex(text) {
   try {
-    return new Lexer({ ...options, tokenizer: new TextTokenizer() }).lex(text);
+    const lexer = new Lexer({ ...options, tokenizer: new TextTokenizer() });
+    // without definitions no reference matches, and the search for them is slow on many brackets
+    const { rules } = lexer.tokenizer;
+    lexer.tokenizer.rules = { ...rules, inline: { ...rules.inline, reflinkSearch: /(?!)/g } };
+    return lexer.lex(text);
   } catch {
     return [{ type: "paragraph", raw: text, tokens: [{ type: "text", raw: text, text }] }];
   }
