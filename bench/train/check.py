@@ -75,7 +75,7 @@ def main() -> None:
     options.add_argument("folder", type=Path)
     folder = options.parse_args().folder
     config = json.loads((folder / "config.json").read_text())
-    ids = np.random.default_rng(0).integers(5, 4096, TOKENS).tolist()
+    ids = np.random.default_rng(0).integers(5, config["vocab_size"], TOKENS).tolist()
     with torch.no_grad():
         wanted = theirs(folder, ids)
         found = {"training": ours(config, load_file(folder / "model.safetensors"), ids), "auraflux": products(folder, ids)}

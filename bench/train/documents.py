@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.train.shapes import VOCABULARY
+
 Row = tuple[np.ndarray, np.ndarray]
 ANSWER = 4.0  # loss weight of a token of an answer
 SHORT = {"plain": 0.42, "copied": 0.2, "random": 0.08, "facts": 0.2, "chats": 0.1}
@@ -62,7 +64,7 @@ class Documents:
     def random(self, length: int) -> Row:
         """Return a repeated sequence of random tokens; only repetitions have weight."""
         size = self.between(8, length // 2)
-        some = self.chance.integers(5, 4096, size)
+        some = self.chance.integers(5, VOCABULARY, size)
         ids, counts = np.resize(some, length), np.ones(length)
         counts[: size + 1] = 0.0
         return ids, counts

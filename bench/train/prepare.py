@@ -19,8 +19,9 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from bench.train.shapes import CONTEXT, VOCABULARY
+
 ROOT = Path(__file__).parents[2]
-VOCABULARY = 4096
 BEGIN, END, USER, ASSISTANT, SYSTEM = SPECIAL = ["<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -162,7 +163,7 @@ def write_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path) -> None:
         "eos_token": END,
         "pad_token": END,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": 8192,
+        "model_max_length": CONTEXT,
         "chat_template": TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bench.train import measure
-from bench.train.documents import Producers
+from bench.train.documents import Documents, Producers
 from bench.train.forward import forward
 from bench.train.shapes import CONFIGS, Config, Parameters, checkpoint, init_parameters
 
@@ -29,6 +29,7 @@ QUANTIZED_FROM = 0.6  # share of the time
 BALANCE = 0.01  # weight of the load-balancing loss
 NUDGE = 1e-3  # step of the router bias towards underused experts
 PREFETCH = 6  # batches
+HELD_OUT_TOKENS = 512  # per row of the loss that log lines show
 DENSE = ("gate.weight", "router.weight", "conv1d.weight")
 
 
@@ -109,6 +110,43 @@ def write(config: Config, parameters: Parameters, data: Path, out: Path) -> None
         shutil.copy(data / name, out / name)
 
 
+class Progress:
+    """Log lines: throughput since the last line, training loss, loss on held-out documents, expert load."""
+
+    def __init__(self, config: Config, data: Path, every_s: float):
+        self.config, self.every_s = config, every_s
+        self.documents = Documents(data, seed=12345)
+        self.begun = self.logged = time.monotonic()
+        self.step = self.seen = self.logged_tokens = 0
+
+    def add(self, tokens: int) -> bool:
+        """Count a step; return whether a log line is due."""
+        self.step, self.seen = self.step + 1, self.seen + tokens
+        return self.step == 1 or time.monotonic() - self.logged > self.every_s
+
+    @torch.no_grad()
+    def log(self, p: Parameters, length: int, loss: Tensor, loads: dict[str, Tensor]) -> None:
+        throughput = (self.seen - self.logged_tokens) / (time.monotonic() - self.logged)
+        most = max(float(load.max()) for load in loads.values()) * len(next(iter(loads.values())))
+        held_out = measure.loss(self.config, p, self.documents, HELD_OUT_TOKENS, rows=4)
+        print(
+            f"{time.monotonic() - self.begun:6.1f} s  step {self.step:6d}  {self.seen / 1e6:7.2f} M tokens  "
+            f"{throughput:9.0f} tokens/s  length {length:5d}  loss {float(loss):.4f}  held out {held_out:.4f}  "
+            f"busiest expert {most:.1f}x",
+            flush=True,
+        )
+        self.logged, self.logged_tokens = time.monotonic(), self.seen
+
+
+def optimizer_for(learnt: Parameters, fused: bool) -> torch.optim.Optimizer:
+    """Return AdamW with weight decay on matrices alone."""
+    groups = [
+        {"params": [value for value in learnt.values() if value.dim() > 1], "weight_decay": 0.1},
+        {"params": [value for value in learnt.values() if value.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+
+
 def train(config: Config, given: argparse.Namespace) -> Parameters:
     started = time.monotonic()
     producers = Producers(given.data, given.seed, given.workers)
@@ -119,43 +157,26 @@ def train(config: Config, given: argparse.Namespace) -> Parameters:
         parameters[name].requires_grad_(False)
     learnt = {name: value for name, value in parameters.items() if value.requires_grad}
     print(f"{sum(value.numel() for value in parameters.values()) / 1e6:.2f} M parameters", flush=True)
-    groups = [
-        {"params": [value for value in learnt.values() if value.dim() > 1], "weight_decay": 0.1},
-        {"params": [value for value in learnt.values() if value.dim() <= 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8, fused=device.type == "cuda")
-    asked = step = seen = logged_tokens = 0
-    logged = time.monotonic()
-    begun = logged
-    seconds = given.seconds - (begun - started)
-    while (passed := (time.monotonic() - begun) / seconds) < 1:
-        while asked < step + PREFETCH:
+    optimizer, progress, asked = optimizer_for(learnt, device.type == "cuda"), Progress(config, given.data, given.every), 0
+    seconds = given.seconds - (progress.begun - started)
+    while (passed := (time.monotonic() - progress.begun) / seconds) < 1 and progress.step < given.steps:
+        while asked < progress.step + PREFETCH:
             producers.ask(*lengths(passed, asked, given.tokens))
             asked += 1
         ids, counts = (torch.from_numpy(each).to(device) for each in producers.take())
         for group in optimizer.param_groups:
             group["lr"] = rate(passed)
-        loss, routers, loads = loss_of(
-            config, cast_parameters(config, parameters, dtype, passed > QUANTIZED_FROM), ids.long(), counts
-        )
+        p = cast_parameters(config, parameters, dtype, passed > QUANTIZED_FROM)
+        loss, routers, loads = loss_of(config, p, ids.long(), counts)
         (loss + BALANCE * routers).backward()
-        norm = torch.nn.utils.clip_grad_norm_(learnt.values(), 1.0)
+        torch.nn.utils.clip_grad_norm_(learnt.values(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         for name in nudged:
             load = loads[name.removesuffix(".gate.e_score_correction_bias")]
             parameters[name] += NUDGE * torch.sign(load.mean() - load)
-        loss, norm = loss.detach(), norm.detach()
-        step, seen = step + 1, seen + ids.shape[0] * (ids.shape[1] - 1)
-        if time.monotonic() - logged > given.every or step == 1:
-            most = max(float(load.max()) for load in loads.values()) * len(next(iter(loads.values())))
-            throughput = (seen - logged_tokens) / (time.monotonic() - logged)
-            print(
-                f"{time.monotonic() - begun:6.1f} s  step {step:6d}  {seen / 1e6:7.2f} M tokens  {throughput:9.0f} tokens/s  "
-                f"length {ids.shape[1] - 1:5d}  loss {float(loss):.4f}  norm {float(norm):.2f}  busiest expert {most:.1f}x",
-                flush=True,
-            )
-            logged, logged_tokens = time.monotonic(), seen
+        if progress.add(ids.shape[0] * (ids.shape[1] - 1)):
+            progress.log(p, ids.shape[1] - 1, loss.detach(), loads)
     producers.stop()
     return {name: value.detach() for name, value in parameters.items()}
 
@@ -164,6 +185,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("shape", choices=CONFIGS)
     options.add_argument("--seconds", type=float, default=300)
+    options.add_argument("--steps", type=int, default=1 << 31, help="most training steps")
     options.add_argument("--data", type=Path, required=True, help="output folder of prepare.py")
     options.add_argument("--out", type=Path, required=True)
     options.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -181,10 +203,9 @@ def main() -> None:
     write(config, parameters, given.data, given.out)
     print(f"written to {given.out.name}", flush=True)
     dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
-    for codes in (False, True):
-        with torch.no_grad():
-            found = measure.measure_all(config, cast_parameters(config, parameters, dtype, codes), given.data, given.longest)
-        print("4 bits" if codes else "bfloat16", json.dumps(found), flush=True)
+    with torch.no_grad():
+        found = measure.measure_all(config, cast_parameters(config, parameters, dtype, True), given.data, given.longest)
+    print("4 bits", json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
