@@ -63,7 +63,7 @@ def delta(**fields: Any) -> str:
     return chunk(choices=[{"index": 0, "delta": fields, "finish_reason": None}])
 
 
-def chunks(text: str) -> list[str]:
+def fragments(text: str) -> list[str]:
     """Split a text like a tokenizer, so that markup arrives in fragments."""
     return [text[at : at + 3] for at in range(0, len(text), 3)]
 
@@ -72,12 +72,12 @@ async def written(question: str, messages: list[dict[str, Any]]) -> AsyncIterato
     pace_s = 0.01 if "slow" in question else float(os.environ.get("PACE_S", 0))
     yield delta(role="assistant", content="")
     if "thought" in question:
-        for chunk in chunks(THOUGHT):
-            yield delta(reasoning=chunk, reasoning_content=chunk)
+        for fragment in fragments(THOUGHT):
+            yield delta(reasoning=fragment, reasoning_content=fragment)
             await asyncio.sleep(pace_s)
     text = HOSTILE if "hostile" in question else ANSWER * (12 if "long" in question else 1)
-    for at, chunk in enumerate(chunks(text)):
-        yield delta(content=chunk)
+    for at, fragment in enumerate(fragments(text)):
+        yield delta(content=fragment)
         await asyncio.sleep(pace_s)
         if at == 20 and "broken" in question:
             yield chunk(error={"message": "The engine stopped.", "type": "server_error"})

@@ -20,7 +20,8 @@ FLAGS = (
 )
 
 
-@pytest.fixture(scope="package")
+# not for the package: playwright's event loop runs as long as it does, and other modules' `asyncio.run` would refuse
+@pytest.fixture(scope="module")
 def browser():
     playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
     if not Path(CHROMIUM).exists():
