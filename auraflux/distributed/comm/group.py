@@ -31,6 +31,7 @@ GLOO: Any = getattr(dist, "ProcessGroupGloo", None)
 STAMP = struct.Struct("<d")  # arrival time, in front of a message on a simulated link
 JOIN_S = 600.0  # in which all ranks must join
 ABORT_S = 5.0  # for NCCL to abort
+HEARTBEAT_END_S = 1.0  # for its thread to end
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,8 @@ class Group(Collectives):
         self._receives.stop()
         self._sends.stop()
         self._abort_nccl()
+        # a thread that is within torch's store when Python exits would abort the process
+        self._heartbeat.join(HEARTBEAT_END_S)
 
 
 def _abort_devices(devices: Any) -> None:

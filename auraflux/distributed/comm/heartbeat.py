@@ -41,11 +41,16 @@ class Heartbeat:
         self._store, self._lock = rendezvous.store(timeout_s), threading.Lock()
         self._others = range(1, size) if rank == 0 else range(1)
         self._stopped = threading.Event()
-        threading.Thread(target=self._run, name=f"auraflux-heartbeat-{rank}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=f"auraflux-heartbeat-{rank}", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """Stop signalling and monitoring."""
         self._stopped.set()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread after `stop`."""
+        self._thread.join(timeout_s)
 
     def publish_failure(self, reason: str) -> None:
         """Store the reason why this rank ends."""
