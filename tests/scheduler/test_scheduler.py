@@ -1,4 +1,4 @@
-"""Texts that are written together: each is what it would be alone, whatever comes, goes, is kept, or runs out beside it."""
+"""Continuous batching: each sequence generates the same tokens in any batch, as others start, end, or run out of pages."""
 
 from dataclasses import replace
 from functools import cache
@@ -99,7 +99,7 @@ def wanted(name: str, kv: str, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def nothing_leaks(scheduler: Scheduler) -> bool:
-    """Whether all pages and states are free again once nothing is kept."""
+    """Return whether all pages and states are free once the prefix cache is empty."""
     scheduler.prefix_cache.clear()
     cache: Cache = scheduler.engine.cache
     return scheduler.idle and cache.nbytes == 0 and all(part.free == _all(part) for part in cache.groups)
@@ -109,10 +109,10 @@ def _all(part) -> int:
     return part.pool.count if hasattr(part, "pool") else part.slots
 
 
-@pytest.fixture(params=["by turns", "ahead", "mixed"])
+@pytest.fixture(params=["in order", "ahead", "mixed"])
 def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run steps after their tokens are known; before, as on a GPU; and as mixed batches."""
-    monkeypatch.setattr(GraphRunner, "runs_ahead", request.param != "by turns")
+    monkeypatch.setattr(GraphRunner, "runs_ahead", request.param != "in order")
     if request.param == "mixed":
         prefill_mixed(monkeypatch)
 
@@ -137,7 +137,7 @@ def test_prefill_chunks_share_mixed_batches_with_decode(name: str, monkeypatch: 
     served, sizes = scheduler.engine.model.supports_mixed_batch, prefill_mixed(monkeypatch)
     assert finish(scheduler, submit(scheduler, prompts)) == wanted(name, "k8v4", prompts)
     assert bool(sizes) == served
-    assert set(sizes) <= {total - texts for total in (8, 24) for texts in (2, 3, 4)}
+    assert set(sizes) <= {total - sequences for total in (8, 24) for sequences in (2, 3, 4)}
     assert nothing_leaks(scheduler)
 
 
@@ -168,25 +168,25 @@ def test_prompts_may_be_read_one_by_one(name: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_gpu_reads_on_while_texts_end(full: bool, monkeypatch: pytest.MonkeyPatch):
-    """Texts of one token: the next prompt is being read before the first one's token is told of, unless there is no room."""
+def test_a_gpu_prefills_on_while_sequences_end(full: bool, monkeypatch: pytest.MonkeyPatch):
+    """With one output token each, the next prompt is prefilled before the first output is delivered, if there is room."""
     happened: list[str] = []
     monkeypatch.setattr(GraphRunner, "runs_ahead", True)
     scheduler, (first, second, *_) = scheduler_for("llama"), [prompt[:30] for prompt in prompts_of("llama")]
     step = scheduler.engine.step
 
     def reading(batch: Batch, pieces: list[list[int]]) -> torch.Tensor:
-        happened.append("read")
-        if full and happened.count("read") == 2:
+        happened.append("prefill")
+        if full and happened.count("prefill") == 2:
             raise CacheFull("no page is free.")
         return step(batch, pieces)
 
     monkeypatch.setattr(scheduler.engine, "step", reading)
     monkeypatch.setattr(scheduler._prefill.budget, "split", lambda wanted, *_: [wanted[0]] + [0] * (len(wanted) - 1))
     requests = [Request(tuple(prompt), replace(SETTINGS, max_tokens=1)) for prompt in (first, second)]
-    jobs = [scheduler.submit(request, lambda event: happened.append("told")) for request in requests]
+    jobs = [scheduler.submit(request, lambda event: happened.append("output")) for request in requests]
     assert finish(scheduler, jobs) == [tokens[:1] for tokens in wanted("llama", "k8v4", [first, second])]
-    assert happened == ["read", "read", "told", *["read"] * full, "told"]
+    assert happened == ["prefill", "prefill", "output", *["prefill"] * full, "output"]
     assert nothing_leaks(scheduler)
 
 
@@ -195,7 +195,7 @@ def test_tokens_are_chosen_before_a_gpu_is_given_prompts(monkeypatch: pytest.Mon
     happened: list[str] = []
     monkeypatch.setattr(GraphRunner, "runs_ahead", True)
     read, draw, decode = Engine.prefill, Sampler.__call__, Engine.decode
-    monkeypatch.setattr(Engine, "prefill", lambda self, *given: happened.append("read") or read(self, *given))
+    monkeypatch.setattr(Engine, "prefill", lambda self, *given: happened.append("prefill") or read(self, *given))
     monkeypatch.setattr(Engine, "decode", lambda self, *given: happened.append("step") or decode(self, *given))
     monkeypatch.setattr(Sampler, "__call__", lambda self, scores: happened.append("draw") or draw(self, scores))
     scheduler, prompts = scheduler_for("llama"), [prompt[:30] for prompt in prompts_of("llama")[:2]]
@@ -220,8 +220,8 @@ def test_a_fault_in_choosing_ends_what_is_written_and_no_more(monkeypatch: pytes
     assert nothing_leaks(scheduler)
 
 
-def test_last_tokens_of_prompts_are_read_with_the_others(monkeypatch: pytest.MonkeyPatch):
-    """On a GPU, where prompts that are read together come to their ends: texts of one token then need no step of writing."""
+def test_last_prompt_tokens_are_prefilled_with_the_others(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU, prefill ends with the prompts' last tokens: sequences of one output token need no decode step."""
     monkeypatch.setattr(GraphRunner, "runs_ahead", True)
     scheduler, prompts = scheduler_for("llama"), [model_of("llama")[2][at : at + 20] for at in (0, 50)]
     expected = [tokens[:1] for tokens in wanted("llama", "k8v4", prompts)]
@@ -230,8 +230,8 @@ def test_last_tokens_of_prompts_are_read_with_the_others(monkeypatch: pytest.Mon
     assert nothing_leaks(scheduler)
 
 
-def test_texts_that_end_with_their_first_token_do_not_slow_others_prompts_down(monkeypatch: pytest.MonkeyPatch):
-    """Prompts that are only scored go through the model in pieces as large as if nothing was written."""
+def test_sequences_of_one_output_token_do_not_shrink_prefill_chunks(monkeypatch: pytest.MonkeyPatch):
+    """Prompts that are only scored are prefilled in chunks as large as without decode."""
     steps: list[list[int]] = []
     monkeypatch.setattr(GraphRunner, "runs_ahead", True)
     text, read = model_of("llama")[2], Engine.prefill
@@ -263,7 +263,7 @@ def test_neighbours_come_and_go(name: str, kv: str):
 @pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("name", named("llama", "qwen3_5_moe", "gemma3"))
 def test_when_pages_run_out_nothing_is_lost(name: str, kv: str):
-    # each text begins in one page and ends in another, and there are as many as texts
+    # each sequence begins in one page and ends in another, and there are as many pages as sequences
     made, prompts = scheduler_for(name, kv, tokens=256, context=192), [prompt[:40] for prompt in prompts_of(name)]
     found = finish(made, submit(made, prompts, replace(SETTINGS, max_tokens=32)))
     assert made.counts.preemptions > 0
@@ -271,7 +271,7 @@ def test_when_pages_run_out_nothing_is_lost(name: str, kv: str):
     assert nothing_leaks(made)
 
 
-@pytest.mark.parametrize("order", ["by turns", "ahead"], indirect=True)
+@pytest.mark.parametrize("order", ["in order", "ahead"], indirect=True)
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize(
     ("name", "kv"),
@@ -301,14 +301,14 @@ def test_the_second_turn_of_a_chat_computes_only_what_is_new(name: str, kv: str,
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_texts_with_calibrated_keys_are_what_they_are_alone(name: str):
+def test_sequences_with_calibrated_keys_match_single_runs(name: str):
     made, prompts = scheduler_for(name, CALIBRATED), prompts_of(name)
     assert finish(made, submit(made, prompts)) == wanted(name, CALIBRATED, prompts)
     assert nothing_leaks(made)
 
 
 @pytest.mark.parametrize("kv", ["none", CALIBRATED])
-def test_texts_that_share_instructions_compute_them_once(kv: str):
+def test_sequences_that_share_a_prefix_compute_it_once(kv: str):
     made, text = scheduler_for("llama", kv), model_of("llama")[2]
     instructions, special = [token or 1 for token in text[:100]], 0
     spelling = {"starts_with_space": False, "piece": lambda token: b"x", "is_special": lambda token: token == special}
@@ -339,7 +339,7 @@ def test_a_long_prompt_does_not_stall_others(monkeypatch: pytest.MonkeyPatch):
         made.step()
         seen.append((len(short.generated.tokens), long.kv.length if long.kv_sequence is not None else 0))
     steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(seen) if b[1]]
-    # every turn writes a token, and none reads more than its share
+    # every step decodes a token, and none prefills more than its share
     assert all(written == 1 for written, _ in steps if short.finish_reason is None)
     assert max(read for _, read in steps) <= 64
 
@@ -363,7 +363,7 @@ def test_a_full_queue_refuses():
     finish(made, jobs)
 
 
-def test_a_failed_step_ends_its_texts_and_no_others(monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_step_ends_its_sequences_and_no_others(monkeypatch: pytest.MonkeyPatch):
     made, prompts = scheduler_for("llama"), prompts_of("llama")
     jobs = submit(made, prompts[:2])
     made.wait(lambda: all(len(job.generated.tokens) > 2 for job in jobs))
@@ -390,7 +390,7 @@ def test_a_failed_step_ends_the_prompt_that_went_along(monkeypatch: pytest.Monke
     assert nothing_leaks(scheduler)
 
 
-def test_a_text_that_can_never_fit_is_told(monkeypatch: pytest.MonkeyPatch):
+def test_a_sequence_that_can_never_fit_is_refused(monkeypatch: pytest.MonkeyPatch):
     made, text = scheduler_for("llama", tokens=64, context=CONTEXT), model_of("llama")[2]
     (job,) = submit(made, [text[:100]])
     with pytest.raises(CacheFull, match="35 new tokens need 1 pages"):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 def wrong(model: LanguageModel, tokens: int) -> int:
-    """How many of the threads' texts are not those that are written one after the other."""
+    """Count the threads' outputs that differ from those generated one after the other."""
     prompts = [[f"{BEGINNINGS[thread]} {number * 7 % EACH}" for number in range(EACH)] for thread in range(THREADS)]
     settings = {"max_tokens": tokens, "temperature": 0}
     alone = []
@@ -35,7 +35,7 @@ def wrong(model: LanguageModel, tokens: int) -> int:
     model.reset()
     with ThreadPoolExecutor(THREADS) as pool:
         together = pool.map(lambda ours: [list(model.tokens(prompt, **settings)) for prompt in ours], prompts)
-        found = [text for texts in together for text in texts]
+        found = [output for outputs in together for output in outputs]
     assert len(found) == len(alone) == THREADS * EACH
     return sum(a != b for a, b in zip(alone, found, strict=True))
 

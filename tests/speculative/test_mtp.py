@@ -115,12 +115,12 @@ def test_the_output_is_that_without_draft_tokens(name: str, kv: str, right: bool
 
 def expected_drafts(found: ModelWithMtp, ids: list[int], count: int) -> list[int]:
     """Return the draft tokens of an MTP head in transformers, fed with its own drafts and outputs."""
-    hidden, following, guess = found.hidden(ids[:-1]), ids[1:], list[int]()
+    hidden, following, drafts = found.hidden(ids[:-1]), ids[1:], list[int]()
     for _ in range(count):
         results = found.predicted(following, hidden)
-        guess.append(int(found.logits(results[-1]).argmax()))
-        hidden, following = torch.cat([hidden, results[-1:]]), [*following, guess[-1]]
-    return guess
+        drafts.append(int(found.logits(results[-1]).argmax()))
+        hidden, following = torch.cat([hidden, results[-1:]]), [*following, drafts[-1]]
+    return drafts
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -128,24 +128,24 @@ def test_drafts_are_those_of_the_reference(name: str):
     """With hidden states in chunks or at once, for one sequence or several, and after rejected drafts."""
     source, made = both(name, False), scheduler_for(name, "none", right=False)
     drafter, engine = drafter_of(made), made.engine
-    texts = prompts_of(name)
-    wanted = [expected_drafts(source, ids, 4) for ids in texts]
-    told = []
-    for ids, piece in zip(texts, (90, 1, 37, 7), strict=True):
+    prompts = prompts_of(name)
+    wanted = [expected_drafts(source, ids, 4) for ids in prompts]
+    observed = []
+    for ids, chunk in zip(prompts, (90, 1, 37, 7), strict=True):
         draft, sequence = drafter.begin(), engine.cache.open()
-        for start in range(0, len(ids) - 1, piece):
-            rows = engine.prefill([sequence], [ids[start : min(start + piece, len(ids) - 1)]])
+        for start in range(0, len(ids) - 1, chunk):
+            rows = engine.prefill([sequence], [ids[start : min(start + chunk, len(ids) - 1)]])
             drafter.observe_hidden([(draft, ids, start, rows)])
             # repeated steps return the same again
             drafter.observe_hidden([(draft, ids, start, rows)])
-        told.append((draft, ids, 4))
+        observed.append((draft, ids, 4))
         sequence.close()
     for _ in range(2):
-        assert drafter.propose(told) == wanted
-    alone = [drafter.propose([each])[0] for each in told]
+        assert drafter.propose(observed) == wanted
+    alone = [drafter.propose([each])[0] for each in observed]
     assert alone == wanted
     # the hidden state of one more token is not known
-    assert drafter.propose([(told[0][0], [*texts[0], 1], 4)]) == [[]]
+    assert drafter.propose([(observed[0][0], [*prompts[0], 1], 4)]) == [[]]
 
 
 def run_sequence(scheduler: Scheduler, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[int, list[int]]]:

@@ -38,12 +38,12 @@ class OracleProposer:
 
     free, kind = True, 2
 
-    def __init__(self, texts: list[list[int]], share: float = 0.8, seed: int = 0):
-        self.texts, self.share, self.random = texts, share, random.Random(seed)
+    def __init__(self, sequences: list[list[int]], share: float = 0.8, seed: int = 0):
+        self.sequences, self.share, self.random = sequences, share, random.Random(seed)
 
     def propose(self, tokens: list[int], count: int) -> list[int]:
-        text = next((text for text in self.texts if text[: len(tokens)] == tokens), [])
-        return [self._changed(token) for token in text[len(tokens) : len(tokens) + count]]
+        sequence = next((each for each in self.sequences if each[: len(tokens)] == tokens), [])
+        return [self._changed(token) for token in sequence[len(tokens) : len(tokens) + count]]
 
     def _changed(self, token: int) -> int:
         return token if self.random.random() < self.share else (token + 1) % 64
@@ -77,8 +77,8 @@ def plain(name: str, kv: str, temperature: float = 0.0) -> list[list[int]]:
 
 
 def oracle(name: str, kv: str, temperature: float = 0.0, share: float = 0.8) -> Callable[[], Proposer]:
-    texts = [[*prompt, *text] for prompt, text in zip(prompts_of(name), plain(name, kv, temperature), strict=True)]
-    return lambda: OracleProposer(texts, share)
+    sequences = [[*prompt, *output] for prompt, output in zip(prompts_of(name), plain(name, kv, temperature), strict=True)]
+    return lambda: OracleProposer(sequences, share)
 
 
 QUICK = [("llama", "k8v4", 0.0), ("qwen3_5_moe", "k8v4", 1.0), ("gpt_oss", CALIBRATED, 0.0)]
@@ -114,8 +114,8 @@ def test_sampling_settings_hold_for_draft_tokens(settings: dict[str, Any]):
     sampling = Sampling(max_tokens=24, temperature=0.7, top_k=20, seed=1, **settings)
     prompts = prompts_of("llama")
     wanted = outputs_of(scheduler_for("llama"), prompts, sampling)
-    texts = [[*prompt, *(output.tokens[0] for output in outputs)] for prompt, outputs in zip(prompts, wanted, strict=True)]
-    found = outputs_of(with_drafts(scheduler_for("llama"), lambda: OracleProposer(texts)), prompts, sampling)
+    sequences = [[*prompt, *(output.tokens[0] for output in outputs)] for prompt, outputs in zip(prompts, wanted, strict=True)]
+    found = outputs_of(with_drafts(scheduler_for("llama"), lambda: OracleProposer(sequences)), prompts, sampling)
     for theirs, mine in zip(wanted, found, strict=True):
         assert [(output.tokens, output.finish_reason) for output in mine] == [
             (output.tokens, output.finish_reason) for output in theirs
@@ -242,8 +242,8 @@ def test_a_gpu_does_not_run_ahead_of_drafts(monkeypatch: pytest.MonkeyPatch):
 def test_without_pages_for_drafts_sequences_go_on():
     prompts = [prompt[:40] for prompt in prompts_of("llama")]
     wanted = finish(made := scheduler_for("llama"), submit(made, prompts, settings_of(0)))
-    texts = [[*prompt, *text] for prompt, text in zip(prompts, wanted, strict=True)]
-    made = with_drafts(scheduler_for("llama", tokens=256, context=192), lambda: OracleProposer(texts))
+    sequences = [[*prompt, *output] for prompt, output in zip(prompts, wanted, strict=True)]
+    made = with_drafts(scheduler_for("llama", tokens=256, context=192), lambda: OracleProposer(sequences))
     assert finish(made, submit(made, prompts, settings_of(0))) == wanted
 
 
