@@ -35,6 +35,7 @@ def main() -> None:
                 options = config.http_options
                 serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port})
                 started = True
+            # private: Ray's public way to deploy a config is the dashboard's REST API, and no dashboard runs here
             _get_global_client().deploy_apps(config)
         if started:
             print(json.dumps(_status(serve)), flush=True)
