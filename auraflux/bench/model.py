@@ -16,8 +16,25 @@ from auraflux.engine.sampling import Sampling
 from auraflux.errors import ContextError
 from auraflux.scheduler.scheduler import Scheduler
 from auraflux.scheduler.sequence import Sequence
+from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
+from auraflux.weights.experts.stats import ExpertCacheStats
 
+COPIED_NBYTES = 256 << 20  # by which the bandwidth of copies to a GPU is measured
 WARM_UP = 8  # tokens that compile kernels and touch the weights for the first time
+
+
+@dataclass(frozen=True)
+class ExpertTraffic:
+    """Expert cache while tokens are decoded.
+
+    hit_rate          of all experts that tokens used
+    misses_per_token  experts copied to the GPU for a token, over all layers
+    nbytes_per_token  bytes copied for a token
+    """
+
+    hit_rate: float
+    misses_per_token: float
+    nbytes_per_token: float
 
 
 @dataclass(frozen=True)
@@ -30,6 +47,7 @@ class Speed:
     prefill_rate: float
     decode_rate: float
     cache_nbytes: int | None = None
+    experts: ExpertTraffic | None = None
 
 
 class Contender(Protocol):
@@ -42,15 +60,22 @@ class Contender(Protocol):
         """Drop all sequences, then prefill a prompt."""
 
     def decode(self, count: int) -> None:
-        """Decode `count` tokens of each sequence, greedily."""
+        """Decode `count` tokens of each sequence."""
 
     def cache_nbytes(self) -> int | None: ...
 
+    def expert_stats(self) -> ExpertCacheStats | None:
+        """Return the statistics of the expert cache so far; None if all experts are resident."""
+
 
 class Ours:
-    """Our scheduler, with `batch` sequences at once."""
+    """Our scheduler, with `batch` sequences at once.
 
-    def __init__(self, scheduler: Scheduler, batch: int = 1):
+    experts  whose cache is measured. Tokens are then sampled: greedy tokens of random weights repeat, and so do their experts
+    """
+
+    def __init__(self, scheduler: Scheduler, batch: int = 1, experts: GpuExpertPool | None = None):
+        self.experts, self._seed = experts, 0
         self.scheduler, self.engine, self.batch = scheduler, scheduler.engine, batch
         self.name = f"auraflux {self.engine.cache.settings.kv}" + (" exact" if self.engine.runner.exact else "")
         self.name += " invariant" if self.engine.runner.invariant else ""
@@ -60,11 +85,10 @@ class Ours:
     def prefill(self, ids: list[int]) -> None:
         self._end()
         self.scheduler.prefix_cache.clear()
-        settings = Sampling(ignore_eos=True)
         vocab = self.engine.model.config.vocab
         # prompts share nothing: equal tokens would go to the same experts
         prompts = [tuple(ids), *(_prompt(len(ids), vocab, seed) for seed in range(1, self.batch))]
-        self._jobs = [self.scheduler.submit(Request(prompt, settings), self._events.append) for prompt in prompts]
+        self._jobs = [self.scheduler.submit(Request(prompt, self._sampling()), self._events.append) for prompt in prompts]
         while any(job.kv_sequence is None or job.uncomputed for job in self._jobs):
             self.scheduler.step(decode=False)
         if self.engine.device.type == "cuda":
@@ -88,6 +112,15 @@ class Ours:
         for start in starts:
             start.sequence.close()
         return found
+
+    def _sampling(self) -> Sampling:
+        if self.experts is None:
+            return Sampling(ignore_eos=True)
+        self._seed += 1
+        return Sampling(ignore_eos=True, temperature=1.0, seed=self._seed)
+
+    def expert_stats(self) -> ExpertCacheStats | None:
+        return None if self.experts is None else self.experts.cache_stats().total
 
     def cache_nbytes(self) -> int:
         return sum(job.kv.nbytes for job in self._jobs)
@@ -125,6 +158,9 @@ class LlamaCpp:
     def cache_nbytes(self) -> None:
         return None
 
+    def expert_stats(self) -> None:
+        return None
+
 
 def measure(
     contenders: list[Contender], lengths: list[int], vocab: int, tokens: int, repeat: int, progress: Callable[[str], None]
@@ -137,16 +173,44 @@ def measure(
     for length in lengths:
         ids = list(_prompt(length, vocab))
         best: dict[str, tuple[float, float]] = {}
+        traffic: dict[str, list[ExpertCacheStats]] = {each.name: [] for each in contenders}
         for round_ in range(repeat):
             for each in contenders:
                 progress(f"{each.name}: {length} tokens, round {round_ + 1}")
-                prefill_s, decode_s = _seconds(each.prefill, ids), _seconds(each.decode, tokens)
+                prefill_s, before_decode = _seconds(each.prefill, ids), each.expert_stats()
+                decode_s, after = _seconds(each.decode, tokens), each.expert_stats()
+                if before_decode is not None and after is not None:
+                    traffic[each.name].append(after - before_decode)
                 before = best.get(each.name, (prefill_s, decode_s))
                 best[each.name] = min(prefill_s, before[0]), min(decode_s, before[1])
         for each in contenders:
             prefill_s, decode_s = best[each.name]
             rates = each.batch * length / prefill_s, each.batch * tokens / decode_s
-            yield Speed(each.name, length, each.batch, *rates, each.cache_nbytes())
+            copied = _traffic(traffic[each.name], tokens * each.batch)
+            yield Speed(each.name, length, each.batch, *rates, each.cache_nbytes(), copied)
+
+
+def _traffic(rounds: list[ExpertCacheStats], tokens: int) -> ExpertTraffic | None:
+    """Return the means over all rounds, of so many tokens each."""
+    if not rounds:
+        return None
+    hits, misses, nbytes = (sum(getattr(each, name) for each in rounds) for name in ("hits", "misses", "nbytes"))
+    count = tokens * len(rounds)
+    return ExpertTraffic(hits / max(hits + misses, 1), misses / count, nbytes / count)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Measure copies from pinned host memory to a GPU, in bytes per second."""
+    source = torch.empty(COPIED_NBYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(COPIED_NBYTES, dtype=torch.uint8, device=device)
+    seconds = []
+    for _ in range(3):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return COPIED_NBYTES / min(seconds)
 
 
 def check_lengths(lengths: list[int], tokens: int, context: int) -> None:

@@ -1,24 +1,35 @@
 """Models with random weights, made directly in packed form on their device: no checkpoint, no dense copy."""
 
 import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from auraflux.cache import CacheSettings
+from auraflux.bench.outline_sizes import outline_sizes
+from auraflux.cache import Cache, CacheSettings
 from auraflux.engine import calibration
 from auraflux.engine.calibrate import FEW_TOKENS, calibrate_keys, random_tokens
 from auraflux.engine.device import activation_dtype, chunk_for, device_memory
 from auraflux.engine.engine import Engine
 from auraflux.errors import FormatError
+from auraflux.loading.gpu_division import GpuRequest, divide
+from auraflux.loading.gpu_plan import check_host_memory, make_pool
 from auraflux.loading.language_model import LanguageModel
 from auraflux.loading.memory_budget import pool_tokens
+from auraflux.machine import free_nbytes, usable_cores
 from auraflux.models import family, family_name
+from auraflux.models.config import experts_per_token, has_experts
 from auraflux.quant import QTensor
 from auraflux.quant.qtensor import check_format
 from auraflux.scheduler.scheduler import Scheduler
+from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
+from auraflux.weights.experts.pool.load_pool import MAX_THREADS, Matrices
+from auraflux.weights.experts.settings import ExpertSettings
 from auraflux.weights.experts.stacks import ExpertSource
 from auraflux.weights.formats.stored import Stored
 from auraflux.weights.loader import Weights
@@ -27,6 +38,7 @@ from auraflux.weights.names import ROUTERS
 ONES = re.compile(r"norm\.weight$")
 THERE = re.compile(r"(switch_mlp|switch_glu|experts)\.(gate|up)_proj\.weight$")
 FEW_ROWS = 1 << 12  # stand for a table that stays on disk
+GROUP = 64  # weights that share a scale
 SPREAD = 0.1  # standard deviation of vectors other than norms
 
 
@@ -55,14 +67,28 @@ class Nothing:
 
 
 class RandomWeights(Weights):
-    """Random weights of any name and shape: matrices as codes of `bits` bits, or dense where that is None."""
+    """Random weights of any name and shape: matrices as codes of `bits` bits, or dense where that is None.
 
-    def __init__(self, bits: int | None, group: int, dtype: torch.dtype, device: torch.device, seed: int = 0):
+    skew  standard deviation of the logarithm of experts' router weights: 0 routes tokens evenly, 1 to a few experts; None for
+          embeddings of the usual size, next to which attention chooses the same experts for all tokens
+    """
+
+    def __init__(
+        self,
+        bits: int | None,
+        group: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int = 0,
+        skew: float | None = None,
+    ):
         if bits is not None:
             check_format(bits, group)
         super().__init__(Nothing(), lambda name: name, bits=bits, group=group, dtype=dtype, device=device)  # type: ignore[arg-type]
         # the meta device has no generator, and takes the CPU's
         self._generator = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
+        self._rows: Tensor | None = None
+        self.skew = skew
 
     def has(self, name: str) -> bool:
         return THERE.search(name) is not None
@@ -72,12 +98,38 @@ class RandomWeights(Weights):
         return super().matrix(name, rows, width, None, in_order)
 
     def _take(self, name: str, shape: tuple[int | None, ...], index: int | None = None) -> Stored:
+        found = self._drawn(name, shape, index)
+        if self.skew is None:
+            return found
+        if "embed_tokens" in name:
+            return _scaled(found, found.shape[-1] ** 0.5)
+        if ROUTERS.search(name) and isinstance(found, Tensor):
+            factors = torch.exp(self.skew * self._normal([found.shape[0], 1]))
+            return (factors * found.float()).to(found.dtype)
+        return found
+
+    def _drawn(self, name: str, shape: tuple[int | None, ...], index: int | None) -> Stored:
         sizes = [size or 1 for size in (shape if index is None else shape[1:])]
         if len(sizes) == 1:
             return torch.ones(sizes, device=self.device) if ONES.search(name) else SPREAD * self._normal(sizes)
         if self.bits is None or ROUTERS.search(name) or len(sizes) > 2 or sizes[-1] % self.group:
             return (self._normal(sizes) * sizes[-1] ** -0.5).to(self.dtype)
         return self._codes(sizes[0], sizes[1])
+
+    def load_blobs(
+        self,
+        name: str,
+        rows: Tensor,
+        stored: Callable[[int], Matrices],
+        convert: Callable[[Matrices], Matrices],
+        like: Matrices,
+    ) -> None:
+        """Write experts into rows of host memory: those of the first layer, which serve all others of their size."""
+        if self._rows is None or self._rows.shape != rows.shape:
+            self._rows = rows
+            super().load_blobs(name, rows, stored, convert, like)
+        else:
+            copy_rows(self._rows, rows)
 
     def indices(self, name: str, *shape: int, below: int) -> Tensor:
         """Return uniform random integers."""
@@ -106,6 +158,21 @@ class RandomWeights(Weights):
         return torch.randn(sizes, device=self.device, generator=self._generator)
 
 
+def _scaled(found: Stored, factor: float) -> Stored:
+    """Multiply a weight with a factor."""
+    if isinstance(found, Tensor):
+        return found * factor
+    assert found.biases is not None
+    return replace(found, scales=found.scales * factor, biases=found.biases * factor)
+
+
+def copy_rows(source: Tensor, target: Tensor) -> None:
+    """Copy a large matrix with several threads, which also allocate the pages of the target."""
+    parts = min(MAX_THREADS, usable_cores(), len(source))
+    with ThreadPoolExecutor(parts) as threads:
+        list(threads.map(lambda pair: pair[1].copy_(pair[0]), zip(source.chunk(parts), target.chunk(parts), strict=True)))
+
+
 class Outlines(RandomWeights):
     """Random weights on the meta device, without memory, in the layout of CPU ("cpu") or GPU ("cuda") kernels."""
 
@@ -121,13 +188,26 @@ class Outlines(RandomWeights):
         return first.empty_stack(count)
 
 
+@dataclass(frozen=True)
+class RandomExperts:
+    """Experts of a random model.
+
+    skew     of routing, see `RandomWeights`
+    gpu      GPU memory to divide; experts that have no room are in host memory. None for resident experts
+    compute  see `ExpertSettings`
+    """
+
+    skew: float | None = None
+    gpu: GpuRequest | None = None
+    compute: str = "auto"
+
+
 def random_language(
     config: dict[str, Any],
     settings: CacheSettings,
     device: torch.device,
     *,
     bits: int | None = 4,
-    group: int = 64,
     context: int,
     sequences: int = 1,
     cache_nbytes: int | None = None,
@@ -135,26 +215,71 @@ def random_language(
     exact: bool = False,
     invariant: bool = False,
     graphs: bool = True,
+    experts: RandomExperts = RandomExperts(),  # noqa: B008
 ) -> LanguageModel:
     """Make a language model of a shape (`bench/shapes/`) without a tokenizer, for `sequences` sequences at once.
 
     context       most tokens of a sequence
     cache_nbytes  of the KV cache; by default enough for all sequences at full length
     calibrate     "off", or any other value to calibrate its keys
+    experts       routing and memory of experts
     """
     dtype, settings = activation_dtype(device), settings.for_family(family_name(config))
+    sizes: dict[str, Any] = {"context": context, "sequences": sequences + 1, "dtype": dtype}
+    sizes["chunk"] = chunk_for(device, invariant)
+    if cache_nbytes is not None:
+        shapes = cache_shapes(config)
+        sizes["tokens"] = pool_tokens(shapes, settings, cache_nbytes, cached_sequences=0, **sizes)
+    pool = None
+    if experts.gpu is not None:
+        request = replace(experts.gpu, chunk=sizes["chunk"])
+        pool, sizes["chunk"] = _divide(config, bits, request, settings, sizes, device, experts.compute)
     with device_memory():
-        model, shapes = random_model(config, bits, group, dtype, device)
-        sizes: dict[str, Any] = {"context": context, "sequences": sequences + 1, "dtype": dtype}
-        sizes["chunk"] = chunk_for(device, invariant)
-        if cache_nbytes is not None:
-            sizes["tokens"] = pool_tokens(shapes, settings, cache_nbytes, **sizes)
+        weights = RandomWeights(bits, GROUP, dtype, device, skew=experts.skew)
+        weights.expert_pool = pool
+        model, shapes = _filled(config, weights)
+        if pool is not None:
+            pool.finish()
         if calibration.is_needed(calibrate, shapes, settings):
             tokens = random_tokens(FEW_TOKENS, model.config.vocab)
             sizes["vectors"] = calibrate_keys(model, shapes, tokens, dtype, device)
+        graphs = graphs and (pool is None or pool.pinned or pool.resident)
         engine = Engine(model, shapes, settings, **sizes, exact=exact, invariant=invariant, graphs=graphs, device=device)
+    if pool is not None:
+        engine.graphs.max_tokens, engine.graphs.before_replay = pool.max_captured_tokens, pool.before_step
     scheduler = Scheduler(engine, None, frozenset(), max_sequences=sequences)
-    return LanguageModel(scheduler, Path("random weights"), [], model_type=config["model_type"])
+    notes = [] if pool is None else pool.notes
+    return LanguageModel(scheduler, Path("random weights"), notes, pool, model_type=config["model_type"])
+
+
+def _divide(
+    config: dict[str, Any],
+    bits: int | None,
+    request: GpuRequest,
+    settings: CacheSettings,
+    sizes: dict[str, Any],
+    device: torch.device,
+    compute: str,
+) -> tuple[GpuExpertPool | None, int]:
+    """Divide a GPU's memory; return the pool of experts, None if all are resident, and the tokens of a prefill chunk."""
+    model, shapes = outlined_model(config, bits, GROUP, "cuda")
+    gpu_sizes = outline_sizes(model, experts_per_token(config) if has_experts(config) else 0)
+
+    def cache_nbytes(free: int, chunk: int) -> int:
+        return Cache(shapes, settings, **{**sizes, "chunk": chunk}, device="meta").reserved_nbytes
+
+    division = divide(gpu_sizes, request, cache_nbytes, cache_nbytes(0, request.chunk))
+    experts = gpu_sizes.experts
+    if division.slots is None or experts is None:
+        return None, division.chunk
+    check_host_memory(experts, free_nbytes())
+    return make_pool(experts, division.slots, device, ExpertSettings(compute=compute)), division.chunk
+
+
+def cache_shapes(config: dict[str, Any]) -> list[Any]:
+    """Return the cache shapes of a shape's layers."""
+    module = family(config)
+    return module.make_caches(module.Config.from_hf(config))
 
 
 def random_model(

@@ -17,9 +17,10 @@ SYMBOLS = {"now": "[green]✓[/green]", "alone": "[yellow]~[/yellow]", "no": "[r
 @click.command()
 @click.argument("path", metavar="[MODEL]", required=False)
 @click.option("--quantize", type=int, metavar="BITS", help="Count dense weights as if quantized to this many bits.")
-@click.option("--expert-memory", metavar="SIZE", help="For a packed model: also show an expert cache of this size.")
+@click.option("--gpu-memory", metavar="SIZE", help="Show how a GPU divides this much memory; by default what is free on it.")
+@click.option("--expert-memory", metavar="SIZE", help="Show an expert cache of this size: a packed model's, or that of a GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def inspect(path: str | None, quantize: int | None, expert_memory: str | None, as_json: bool) -> None:
+def inspect(path: str | None, quantize: int | None, gpu_memory: str | None, expert_memory: str | None, as_json: bool) -> None:
     """Show a model's layers and formats, and the memory it needs.
 
     MODEL is a folder, a GGUF file or a name; without it, the built-in model. Memory is that of the weights and the KV cache of
@@ -30,21 +31,25 @@ def inspect(path: str | None, quantize: int | None, expert_memory: str | None, a
 
     For a packed model it measures the disk for a second and shows several sizes of the expert cache: whether the files are
     memory-mapped, how many experts are cached, and how long the reads of a token take.
+
+    On a machine with a GPU, or with --gpu-memory, it shows how the memory is divided between weights, KV cache, workspace and
+    expert slots, and the host memory for experts that have no slot.
     """
     from auraflux.progress import on_terminal
     from auraflux.weights.download.pull import locate
 
     with on_terminal() as report:
-        found = _collect(str(locate(path, report)), quantize, expert_memory)
+        found = _collect(str(locate(path, report)), quantize, gpu_memory, expert_memory)
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
         _show(found)
 
 
-def _collect(path: str, bits: int | None, expert_memory: str | None) -> dict[str, Any]:
+def _collect(path: str, bits: int | None, gpu_memory: str | None, expert_memory: str | None) -> dict[str, Any]:
     from auraflux.cache import CacheSettings
     from auraflux.cli.output import inspect_experts
+    from auraflux.cli.output.gpu_memory import collect
     from auraflux.engine.calibration import find_cached
     from auraflux.machine import free_nbytes, this_machine
     from auraflux.models import family
@@ -86,6 +91,7 @@ def _collect(path: str, bits: int | None, expert_memory: str | None) -> dict[str
         "gpu": gpu,
         "runs": [each.to_json() for each in products],
         "advice": advice(products, path, weights, memory, experts is not None),
+        "gpu_memory": collect(checkpoint.path, gpu_memory, bits=bits, expert_memory=expert_memory),
         "experts": None if experts is None else inspect_experts.measure(experts, k, free, expert_memory),
         "full_precision": {
             "sink_tokens": CacheSettings().resolved_sink_tokens,
@@ -133,7 +139,7 @@ def _setting(kv: str, cache: dict[int, int] | str, weights: int, memory: int, fr
 def _show(found: dict[str, Any]) -> None:
     from rich.markup import escape
 
-    from auraflux.cli.output import inspect_experts
+    from auraflux.cli.output import gpu_memory, inspect_experts
     from auraflux.cli.output.screen import stdout
 
     console = stdout()
@@ -159,6 +165,8 @@ def _show(found: dict[str, Any]) -> None:
         console.print(f"unused: {found['unused']['tensors']} tensors, {memory_size(found['unused']['nbytes'])}")
     if found["experts"] is not None:
         inspect_experts.show(console, found["experts"])
+    if found["gpu_memory"] is not None:
+        gpu_memory.show(console, found["gpu_memory"])
     console.print(_memory(found))
     for line in _kv_lines(found):
         console.print(escape(line))

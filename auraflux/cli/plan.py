@@ -19,7 +19,6 @@ DEFAULT_NETWORK = "1gbe"
 @click.argument("model")
 @click.option(
     "--hosts",
-    required=True,
     metavar="A,B",
     help="Hosts to measure, this machine first, such as 10.0.0.1,10.0.0.2; or the memory of each machine, and its disk "
     "bandwidth per second after a slash: 16GB,32GB/3GB.",
@@ -32,6 +31,9 @@ DEFAULT_NETWORK = "1gbe"
     help="Network between them: here, 10gbe, 1gbe or wifi, or latency and bandwidth per second such as 20us/45GB; by default "
     f"as measured, or {DEFAULT_NETWORK}.",
 )
+@click.option(
+    "--gpu-memory", metavar="SIZE", help="Instead of --hosts: show how one GPU divides this much memory, such as 8GB."
+)
 @click.option("--context", type=click.IntRange(1), help="Context length to add to memory and reads; by default 0.")
 @click.option("--kv", default="auto", show_default=True, metavar="KXVY", help="KV cache quantization.")
 @click.option(
@@ -43,19 +45,40 @@ DEFAULT_NETWORK = "1gbe"
     help="Memory bandwidth per second of each machine; by default as measured, or that of this machine.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def plan(model: str, hosts: str, as_json: bool, **chosen: Any) -> None:
-    """Estimate how MODEL would run on several machines.
+def plan(model: str, hosts: str | None, gpu_memory: str | None, as_json: bool, **chosen: Any) -> None:
+    """Estimate how MODEL would run on several machines or a GPU.
 
     Shows the memory of each rank, the decode throughput of each kind of parallelism, and its bottleneck.
+    With --gpu-memory it shows what of MODEL fits into one GPU instead.
     Machines named by address are measured: run 'auraflux follow' with the same MODEL on the others; it exits afterwards.
     Estimates are bytes divided by bandwidth: they show which placement to try, not what a benchmark will measure.
     """
     hush_torch()
+    if (hosts is None) == (gpu_memory is None):
+        raise SettingsError("give --hosts, or --gpu-memory for one GPU.")
+    if hosts is None:
+        _plan_gpu(model, gpu_memory, chosen["kv"], chosen["context"], as_json)
+        return
     found = _estimate(model, hosts, **chosen)
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
         _show(found)
+
+
+def _plan_gpu(model: str, gpu_memory: str | None, kv: str, context: int | None, as_json: bool) -> None:
+    from auraflux.cli.output import gpu_memory as output
+    from auraflux.cli.output.screen import stdout
+    from auraflux.progress import on_terminal
+    from auraflux.weights.download.pull import locate
+
+    with on_terminal() as report:
+        found = output.collect(locate(model, report), gpu_memory, kv=kv, context=context)
+    assert found is not None
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        output.show(stdout(), found)
 
 
 def _estimate(

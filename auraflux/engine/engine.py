@@ -14,6 +14,7 @@ from auraflux.engine.graph_runner import GraphRunner
 from auraflux.engine.model_runner import HiddenRunner, Model, ModelRunner, Ranks
 from auraflux.errors import CacheFull
 from auraflux.quant import QTensor
+from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
 
 # tokens that a GPU's prefill steps are padded to: few sizes, so that CUDA graphs are reused; coarse below 256, where a step is
 # bound by reading the weights
@@ -149,7 +150,7 @@ class Engine:
         ):
             return None
         size = self._prefill_size(counts[0])
-        return size if batch.sequences[0].length + size <= batch.context else None
+        return size if self.graphs.captures(size) and batch.sequences[0].length + size <= batch.context else None
 
     def _prefill_size(self, tokens: int) -> int:
         return next((size for size in PREFILL_SIZES if tokens <= size < self.chunk), min(self.chunk, PREFILL_SIZES[-1]))
@@ -168,7 +169,8 @@ class Engine:
         if not self.model.supports_mixed_batch or not self.graphs.supports_prefill or self.returns_hidden or sequences < 2:
             return []
         width = padded_batch_size(sequences) if self.cache.supports_padding else sequences
-        return [total - width for total in MIXED_SIZES if total <= self.chunk and total - width >= MIN_MIXED_CHUNK]
+        totals = [total for total in MIXED_SIZES if total <= self.chunk and self.graphs.captures(total)]
+        return [total - width for total in totals if total - width >= MIN_MIXED_CHUNK]
 
     def fit_mixed_chunk(self, sequences: int, tokens: int, more: bool) -> int:
         """Return how many prompt tokens to prefill with this many decoding sequences; 0 if they fit no mixed batch.
@@ -264,7 +266,7 @@ class Engine:
 
     def prefers_separate_steps(self, tokens: int) -> bool:
         """Return whether prompts of this many tokens are faster one by one: only steps of a single prompt have graphs."""
-        return self.graphs.supports_prefill and tokens <= PREFILL_SIZES[-1]
+        return self.graphs.supports_prefill and tokens <= PREFILL_SIZES[-1] and self.graphs.captures(tokens)
 
     def decode_batch(self, sequences: list[KVSequence]) -> Batch:
         """Return a batch for decode steps; a GPU's is padded to one of few sizes, so that graphs are reused."""
@@ -306,11 +308,13 @@ def padded_batch_size(count: int) -> int:
 
 
 def nbytes(model: Any) -> int:
-    """Return the bytes of all tensors of a model, each counted once."""
+    """Return the bytes of all tensors of a model, each counted once; of experts in a pool only the slots."""
     seen: dict[int, int] = {}
 
     def visit(value: Any) -> None:
-        if isinstance(value, Tensor):
+        if isinstance(value, GpuExpertPool):
+            visit(value.pool.memory)
+        elif isinstance(value, Tensor):
             seen[value.data_ptr()] = value.nbytes
         elif isinstance(value, QTensor):
             seen[value.packed.data_ptr()] = value.nbytes

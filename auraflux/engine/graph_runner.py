@@ -27,6 +27,7 @@ log = logging.getLogger("auraflux")
 MAX_STEPS = 128  # recordings; the least recently used is evicted
 MAX_CPU_VERIFY_STEPS = 8  # recordings of verify steps on a CPU, which hold the activations of all layers
 SWITCHED_OFF = "graphs are switched off"
+TOO_LONG = "the step streams its experts from host memory"
 
 
 @dataclass(eq=False)
@@ -62,6 +63,8 @@ class GraphRunner:
     refused          reason why no step is replayed; None if decode steps are
     prefill_refused  reason why steps of several tokens are not; None if they are
     warming_up       whether the last step was slower than its successors will be: it compiled kernels or captured a graph
+    max_tokens       tokens of the longest step that is captured; None for any length. Longer ones stream their experts
+    before_replay    called before a step is replayed
     """
 
     def __init__(self, runner: ModelRunner, graphs: bool):
@@ -69,6 +72,8 @@ class GraphRunner:
         self.refused: str | None = runner.graph_refusal if graphs else SWITCHED_OFF
         self.prefill_refused: str | None = None
         self.warming_up = False
+        self.max_tokens: int | None = None
+        self.before_replay: Callable[[], None] | None = None
         self._steps: dict[Key, Step] = {}
         self._verify_steps: dict[Key, Step] = {}
         self._mixed: dict[MixedKey, Step] = {}
@@ -82,6 +87,10 @@ class GraphRunner:
         """Return whether prompts go through `prefill`; also with graphs switched off, so that the results stay the same."""
         on_gpu = self.runner.device.type == "cuda" and self.runner.single_rank
         return on_gpu and self.prefill_refused is None and self.refused in (None, SWITCHED_OFF)
+
+    def captures(self, tokens: int) -> bool:
+        """Return whether steps of so many tokens may be captured."""
+        return self.max_tokens is None or tokens <= self.max_tokens
 
     def decode(self, batch: Batch, ids: list[int] | Tensor) -> Tensor:
         """Run one token of each sequence and return the next-token logits [B, V]; `ids` may be on the device."""
@@ -191,6 +200,8 @@ class GraphRunner:
         if step.recording is None:
             return self._run(step, batch, work)
         self.warming_up = False
+        if self.before_replay is not None:
+            self.before_replay()
         step.recording.replay()
         assert step.result is not None
         return _copy(step.result)
@@ -218,6 +229,8 @@ class GraphRunner:
     def _run(self, step: Step, batch: Batch | MixedBatch, work: Callable[[], Tensor]) -> Tensor:
         """Run a step, and capture it from its second run on."""
         refused = self.refused if batch.single else self.refused or self.prefill_refused
+        if not self.captures(len(step.ids)):
+            refused = TOO_LONG
         self.warming_up = refused is None
         if refused is not None or not (step.compiled or self._ran_before(batch)):
             step.compiled = True

@@ -15,6 +15,7 @@ from auraflux.errors import InputError, SettingsError
 from auraflux.scheduler.scheduler import Scheduler
 from auraflux.scheduler.sequence import Sequence as RunningSequence
 from auraflux.scheduler.stats import Stats
+from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
 from auraflux.weights.experts.stats import ExpertCacheStatsByLayer
 from auraflux.weights.experts.store import ExpertStore
 from auraflux.weights.parallel.expert_placement import PlacementResult
@@ -32,11 +33,17 @@ class LanguageModel:
     scheduler   of all sequences
     stats       of the last generation
     notes       remarks for the user on how the weights were loaded
-    experts     expert store of a packed model; its `traffic()` counts the bytes read
+    experts     store or pool of experts that are not all on the device; its `cache_stats()` counts hits, misses and bytes
     """
 
     def __init__(
-        self, scheduler: Scheduler, path: Path, notes: list[str], experts: ExpertStore | None = None, *, model_type: str = ""
+        self,
+        scheduler: Scheduler,
+        path: Path,
+        notes: list[str],
+        experts: ExpertStore | GpuExpertPool | None = None,
+        *,
+        model_type: str = "",
     ):
         self.scheduler, self.engine, self.tokenizer = scheduler, scheduler.engine, scheduler.admission.tokenizer
         self.path, self.notes, self.experts, self.model_type = path, notes, experts, model_type
@@ -144,7 +151,7 @@ class LanguageModel:
         )
 
     def _traffic(self) -> ExpertCacheStatsByLayer | None:
-        return None if self.experts is None or self.experts.plan.mapped else self.experts.cache_stats()
+        return None if self.experts is None or self.experts.resident else self.experts.cache_stats()
 
     def _measure(self, stats: Stats, requests: list[RequestStats], before: ExpertCacheStatsByLayer | None) -> None:
         stats.set(requests)

@@ -10,10 +10,11 @@ from auraflux.cache.prefix.disk import check_folder
 from auraflux.defaults import AUTO, CALIBRATE
 from auraflux.distributed.leader import Leader
 from auraflux.distributed.parallel import EXPERTS, TENSOR, Parallel
-from auraflux.engine.device import chunk_for, device_memory, find_device
+from auraflux.engine.device import chunk_for, device_memory, find_device, free_device_nbytes
 from auraflux.engine.early_compile import start_compiling, stop_compiling
 from auraflux.engine.engine import Engine
 from auraflux.errors import SettingsError
+from auraflux.loading.gpu_plan import plan_gpu_memory
 from auraflux.loading.language_model import LanguageModel
 from auraflux.loading.memory_budget import RequestedSizes, free_model_memory, plan_memory
 from auraflux.loading.model_loader import ModelLoader
@@ -29,8 +30,13 @@ from auraflux.speculative.mtp import MTPDrafter
 from auraflux.speculative.ngram import NGramProposer
 from auraflux.speculative.speculation import Speculation
 from auraflux.weights.download.pull import locate
+from auraflux.weights.experts.row_table import loaded_nbytes
 from auraflux.weights.experts.settings import ExpertSettings, parse_nbytes
+from auraflux.weights.formats.checkpoint import open_checkpoint
 from auraflux.weights.parallel.tensor_slices import Slices
+
+USABLE_SHARE = 0.97  # of free GPU memory: the rest is lost between blocks of the allocator
+DRAFT_CACHE_NBYTES = 1 << 29  # KV cache and activations of a draft model, about
 
 
 @renamed_arguments({"sequences": "max_sequences", "waiting": "max_queue"})
@@ -46,6 +52,7 @@ def load(
     graphs: bool = True,
     calibrate: str | Path = CALIBRATE,
     expert_memory: str | int | ExpertSettings | None = None,
+    gpu_memory: str | int | None = None,
     chunk: int | None = None,
     max_sequences: int = 8,
     cache_memory: str | int | None = None,
@@ -68,8 +75,11 @@ def load(
     graphs         replay decode steps and prefill chunks; as CUDA graphs on a GPU
     calibrate      per-channel mean and scale that are removed from keys before quantization: "auto" measures them when a model
                    is first loaded and saves them; "off" uses none; or a file of saved ones
-    expert_memory  memory for the experts of a packed model, such as "4GB", or `ExpertSettings`; the others stay on disk
-    chunk          prefill chunk in tokens; by default 512, on a GPU 8192
+    expert_memory  memory for experts on the device, such as "4GB", or `ExpertSettings`; the others stay in host memory on a
+                   GPU, or on disk, where a packed model has them
+    gpu_memory     GPU memory for weights, KV cache, workspace and experts, such as "8GB", by default what is free; the CUDA
+                   context is not part of it. Experts that do not fit stay in host memory
+    chunk          prefill chunk in tokens; by default 512, on a GPU 8192, or 4096 with experts in host memory and at most 16 GB
     max_sequences  sequences that decode in one batch; more wait in the queue
     cache_memory   memory for the KV cache, prefix cache included: "8GB", or "half" of the free memory; by default enough for
                    two sequences of full context
@@ -99,6 +109,7 @@ def load(
             prefix_disk=prefix_disk,
             prefix_folder=prefix_folder,
             expert_memory=expert_memory,
+            gpu_memory=gpu_memory,
             calibrate=calibrate,
             speculate=speculate,
             parallel=parallel,
@@ -112,8 +123,9 @@ def load_with(path_or_name: str | Path | None, options: LoadOptions) -> Language
     device, settings, experts = find_device(options.device), options.cache_settings, options.expert_settings
     ranks = options.ranks
     options.check()
-    chunk = options.chunk or chunk_for(device, options.invariant)
-    sizes = RequestedSizes(options.context, chunk, options.max_sequences, options.cache_memory)
+    default_chunk = chunk_for(device, options.invariant)
+    sizes = RequestedSizes(options.context, options.chunk, options.max_sequences, options.cache_memory, default_chunk)
+    gpu_memory = _gpu_memory(options, device)
     disk = _disk(options)
     # if loading fails, stop compiling kernels and release the other ranks
     with on_terminal(options.report) as report, ExitStack() as cleanup:
@@ -123,9 +135,22 @@ def load_with(path_or_name: str | Path | None, options: LoadOptions) -> Language
         if device.type == "cpu" and ranks is None:
             start_compiling(settings, options.exact)
         source = ModelSource.open(path, settings, options.speculate == "mtp", ranks)
-        free = free_model_memory(source.checkpoint, device)
-        leader = None if ranks is None else cleanup.enter_context(_start_leader(ranks, source, device, options.prefix_disk))
-        budget = plan_memory(source, device, free, sizes, experts, leader)
+        if device.type == "cuda" and ranks is None:
+            leader, total = None, free_device_nbytes(device)
+            budget = plan_gpu_memory(
+                source,
+                device,
+                int(USABLE_SHARE * total) if gpu_memory is None else min(gpu_memory, total),
+                sizes,
+                experts,
+                bits=options.quantize,
+                capped=gpu_memory is not None,
+                other_models=0 if draft_path is None else _draft_nbytes(draft_path),
+            )
+        else:
+            free = free_model_memory(source.checkpoint, device)
+            leader = None if ranks is None else cleanup.enter_context(_start_leader(ranks, source, device, options.prefix_disk))
+            budget = plan_memory(source, device, free, sizes, experts, leader)
         loader = ModelLoader(source, budget, leader, options, device, source.tokenizer())
         model, key_calibration = loader.run(report)
         cleanup.pop_all()
@@ -141,7 +166,23 @@ def load_with(path_or_name: str | Path | None, options: LoadOptions) -> Language
         watch=source.watch,
         speculation=speculation,
     )
-    return LanguageModel(scheduler, source.path, loader.notes(), budget.experts, model_type=source.kind)
+    return LanguageModel(scheduler, source.path, loader.notes(), budget.pool or budget.experts, model_type=source.kind)
+
+
+def _gpu_memory(options: LoadOptions, device: torch.device) -> int | None:
+    """Return the GPU memory that was requested, in bytes; None for all that is free."""
+    if options.gpu_memory is None:
+        return None
+    if device.type != "cuda":
+        raise SettingsError(f"--gpu-memory {options.gpu_memory} divides the memory of a GPU, and the model runs on {device}.")
+    if options.ranks is not None:
+        raise SettingsError("--gpu-memory is not supported for a model that runs on several ranks.")
+    return parse_nbytes(options.gpu_memory)
+
+
+def _draft_nbytes(path: Path) -> int:
+    """Estimate the GPU memory of a draft model with its KV cache."""
+    return loaded_nbytes(open_checkpoint(path).sizes()) * 5 // 4 + DRAFT_CACHE_NBYTES
 
 
 def _disk(options: LoadOptions) -> tuple[int, Path] | None:

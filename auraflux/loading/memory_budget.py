@@ -15,6 +15,7 @@ from auraflux.errors import SettingsError
 from auraflux.loading.model_source import ModelSource
 from auraflux.machine import free_nbytes, this_machine
 from auraflux.models.config import experts_per_token
+from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
 from auraflux.weights.experts.row_table import loaded_nbytes
 from auraflux.weights.experts.settings import ExpertSettings, parse_nbytes, plan_expert_cache
 from auraflux.weights.experts.store import ExpertStore
@@ -27,16 +28,18 @@ CONTEXT_SHARE = 4  # the default context fills at most one in so much of the fre
 class RequestedSizes:
     """Sizes that the user requested.
 
-    context       maximum tokens of a sequence; None for the largest that fits
-    chunk         tokens of a prefill chunk
-    sequences     maximum running sequences
-    cache_memory  memory of the KV cache; None for two sequences of full context
+    context        maximum tokens of a sequence; None for the largest that fits
+    chunk          tokens of a prefill chunk; None for the default
+    sequences      maximum running sequences
+    cache_memory   memory of the KV cache; None for two sequences of full context
+    default_chunk  of the device
     """
 
     context: int | None
-    chunk: int
+    chunk: int | None
     sequences: int
     cache_memory: str | int | None
+    default_chunk: int
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class MemoryBudget:
     settings  of experts, equal on all ranks
     dtype     of activations
     sizes     equal on all ranks
+    pool      experts in host memory, some of them in slots on a GPU; None if they are resident or in the store
     """
 
     shapes: list[Any]
@@ -75,6 +79,7 @@ class MemoryBudget:
     settings: ExpertSettings
     dtype: torch.dtype
     sizes: EngineSizes
+    pool: GpuExpertPool | None = None
 
 
 @dataclass(frozen=True)
@@ -115,23 +120,21 @@ def plan_memory(
         experts.notes += why
         reserved = experts.plan.nbytes
         ranks = [_RankMemory(rank.layers, max(rank.free - reserved, rank.free // 2), rank.shapes) for rank in ranks]
-    dtype = activation_dtype(device)
+    dtype, chunk = activation_dtype(device), requested.chunk or requested.default_chunk
     longest = min(
         _context(requested.context, source.config.context, rank, source.settings, dtype, page_shard) for rank in ranks
     )
     # one more for `LanguageModel.logits`
     count = requested.sequences + 1
     limits = [
-        (rank.shapes, source.settings, _cache_nbytes(requested.cache_memory, rank.free), rank.layers, page_shard)
+        (rank.shapes, source.settings, cache_memory_nbytes(requested.cache_memory, rank.free), rank.layers, page_shard)
         for rank in ranks
     ]
     tokens = min(
-        pool_tokens(
-            *limit, context=longest, chunk=requested.chunk, sequences=count, cached_sequences=requested.sequences, dtype=dtype
-        )
+        pool_tokens(*limit, context=longest, chunk=chunk, sequences=count, cached_sequences=requested.sequences, dtype=dtype)
         for limit in limits
     )
-    engine_sizes = EngineSizes(longest, requested.chunk, count, requested.sequences, tokens)
+    engine_sizes = EngineSizes(longest, chunk, count, requested.sequences, tokens)
     return MemoryBudget(
         source.shapes if leader is None else ranks[0].shapes, ranks[0].layers, experts, settings, dtype, engine_sizes
     )
@@ -163,7 +166,8 @@ def _context(
     return max(1, min(trained, rank.free // CONTEXT_SHARE // max(per_token, 1)))
 
 
-def _cache_nbytes(requested: str | int | None, free: int) -> int | None:
+def cache_memory_nbytes(requested: str | int | None, free: int) -> int | None:
+    """Return the bytes of the KV cache that were requested, given the free memory; None for no limit."""
     if requested is None:
         return None
     return free // 2 if requested == "half" else parse_nbytes(requested)
@@ -185,27 +189,21 @@ def pool_tokens(
     """Return the tokens of all sequences that fit into the KV cache; without a limit, two sequences of full context."""
     if nbytes is None:
         return 2 * context
-    # the meta device allocates no memory
-    smallest = Cache(
-        shapes,
-        settings,
-        context=context,
-        sequences=sequences,
-        tokens=1,
-        cached_sequences=cached_sequences,
-        chunk=chunk,
-        local_layers=layers,
-        page_shard=page_shard,
-        dtype=dtype,
-        device="meta",
-    )
-    most = max(1, (nbytes - smallest.reserved_nbytes) // max(smallest.page_nbytes, 1)) * smallest.page
+    sizes = {"context": context, "chunk": chunk, "sequences": sequences, "cached_sequences": cached_sequences, "dtype": dtype}
+    most = max_tokens(shapes, settings, nbytes, local_layers=layers, page_shard=page_shard, **sizes)
     if most < context:
         raise SettingsError(
             f"cache_memory={nbytes} holds {most} tokens in addition to the windows and states of {sequences} sequences, "
             f"fewer than the context of {context}. Give more memory, fewer sequences, or a shorter context."
         )
     return min(most, context * (sequences + cached_sequences))
+
+
+def max_tokens(shapes: list[Any], settings: CacheSettings, nbytes: int, **options: Any) -> int:
+    """Return the tokens that a KV cache of so many bytes holds, besides windows and states; at least a page."""
+    # the meta device allocates no memory
+    smallest = Cache(shapes, settings, tokens=1, **options, device="meta")
+    return max(1, (nbytes - smallest.reserved_nbytes) // max(smallest.page_nbytes, 1)) * smallest.page
 
 
 def balance_experts(

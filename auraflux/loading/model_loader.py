@@ -18,6 +18,7 @@ from auraflux.loading.model_source import ModelSource
 from auraflux.loading.options import LoadOptions
 from auraflux.progress import Report
 from auraflux.tokenizer.tokenizer import Tokenizer
+from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
 from auraflux.weights.experts.row_table import loaded_nbytes
 from auraflux.weights.experts.store import ExpertStore
 from auraflux.weights.fingerprint import fingerprint
@@ -43,8 +44,11 @@ class ModelLoader:
 
     @property
     def graphs(self) -> bool:
-        """True if steps are replayed as graphs, which is impossible where each step reads the chosen experts from disk."""
-        return self.options.graphs and (self.budget.experts is None or self.budget.experts.plan.mapped)
+        """True if steps are replayed as graphs, which is impossible where the host reads or copies the chosen experts."""
+        experts, pool = self.budget.experts, self.budget.pool
+        if pool is not None and not (pool.pinned or pool.resident):
+            return False
+        return self.options.graphs and (experts is None or experts.resident)
 
     @property
     def calibrates(self) -> bool:
@@ -85,6 +89,7 @@ class ModelLoader:
             dtype=budget.dtype,
             device=self.device,
             experts=budget.experts,
+            pool=budget.pool,
             report=report,
             layers=budget.layers,
             shard=None if self.leader is None else self.leader.shard(),
@@ -98,7 +103,8 @@ class ModelLoader:
             return self._calibration(model, progress)
 
         # a trial step would involve the other ranks, or read experts from disk
-        if self.device.type != "cpu" or self.leader is not None or self.budget.experts is not None:
+        offloaded = self.budget.experts is not None or self.budget.pool is not None
+        if self.device.type != "cpu" or self.leader is not None or offloaded:
             return calibrate(report) if self.calibrates else None
         # imported here: it needs Numba, which GPU installations lack
         from auraflux.engine.compile_kernels import compile_kernels
@@ -117,7 +123,7 @@ class ModelLoader:
         """Load the saved key calibration of the model, or measure it."""
         source, experts, device, leader = self.source, self.budget.experts, self.device, self.leader
         nbytes = loaded_nbytes(source.checkpoint.sizes())
-        count = calibration.calibration_tokens(nbytes, device, experts is not None and not experts.plan.mapped)
+        count = calibration.calibration_tokens(nbytes, device, experts is not None and not experts.resident)
         run = model if leader is None else leader.calibration_model(model)
         return calibration.load_or_calibrate(
             self.options.calibrate,
@@ -135,7 +141,10 @@ class ModelLoader:
 
     def engine(self, model: Any, key_calibration: ModelCalibration | None) -> Engine:
         """Build the engine with its KV cache."""
-        sizes = self.budget.sizes
+        sizes, pool = self.budget.sizes, self.budget.pool
+        if pool is not None and self.device.type == "cuda":
+            # calibration leaves blocks of other sizes than those of the KV cache
+            torch.cuda.empty_cache()
         with device_memory():
             engine = Engine(
                 model,
@@ -155,6 +164,8 @@ class ModelLoader:
                 dtype=self.budget.dtype,
                 device=self.device,
             )
+            if pool is not None:
+                engine.graphs.max_tokens, engine.graphs.before_replay = pool.max_captured_tokens, pool.before_step
             if engine.batch_invariant:
                 engine.try_token()
         return engine
@@ -168,7 +179,8 @@ class ModelLoader:
     def notes(self) -> list[str]:
         """Return remarks for the user."""
         experts, trained = self.budget.experts, self.source.config.context
-        notes = [*self.source.checkpoint.notes, *(experts.notes if experts is not None else ())]
+        pool_notes = () if self.budget.pool is None else self.budget.pool.notes
+        notes = [*self.source.checkpoint.notes, *(experts.notes if experts is not None else ()), *pool_notes]
         notes += self.leader.notes if self.leader is not None else ()
         if self.budget.sizes.context > trained:
             notes.append(f"the model was trained on sequences of {trained:,} tokens; output beyond that may be nonsense.")
@@ -187,9 +199,16 @@ def make_model(
     layers: range | None = None,
     shard: RankShard | None = None,
     mtp: bool = False,
+    pool: GpuExpertPool | None = None,
 ) -> Any:
-    """Load a model, or some of its layers, or a shard of each; `mtp` includes the MTP head."""
+    """Load a model, or some of its layers, or a shard of each.
+
+    mtp   include the MTP head
+    pool  receives the experts
+    """
     total, done = sum(checkpoint.sizes().values()), 0
+    if pool is not None and checkpoint.experts is not None:
+        total += checkpoint.experts.nbytes
 
     def advance(nbytes: int) -> None:
         nonlocal done
@@ -203,6 +222,7 @@ def make_model(
         dtype=dtype,
         device=device,
         experts=experts,
+        expert_pool=pool,
         span=layers,
         expert_sharding=None if shard is None else shard.expert_sharding,
         slices=UNSLICED if shard is None else shard.slices,
@@ -211,4 +231,6 @@ def make_model(
     )
     model = module.Model(config, weights)
     weights.check_loaded()
+    if pool is not None:
+        pool.finish()
     return model

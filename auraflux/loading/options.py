@@ -10,7 +10,7 @@ from auraflux.engine import calibration
 from auraflux.errors import SettingsError
 from auraflux.progress import Report
 from auraflux.quant import check_format
-from auraflux.weights.experts.settings import ExpertSettings
+from auraflux.weights.experts.settings import ExpertSettings, parse_nbytes
 
 GROUP = 64  # group size of weights that are quantized while loading
 MAX = {"context": 1 << 40, "chunk": 1 << 20, "max_sequences": 1 << 16}
@@ -33,7 +33,8 @@ class LoadOptions:
     cache_memory   memory of the KV cache: "8GB", or "half" of the free memory; None for two sequences of full context
     prefix_disk    size of the prefix cache on disk, such as "20GB"; None for none
     prefix_folder  folder of the prefix cache; None for the user's cache folder
-    expert_memory  memory for experts of a packed model, such as "4GB", or `ExpertSettings`
+    expert_memory  memory for experts on the device, such as "4GB", or `ExpertSettings`
+    gpu_memory     GPU memory for everything, such as "8GB"; None for what is free
     calibrate      key calibration: "auto", "off" or a file
     speculate      draft tokens: "ngram", "mtp" or a draft model
     parallel       "pipeline=2", or `Parallel`
@@ -54,6 +55,7 @@ class LoadOptions:
     prefix_disk: str | int | None = None
     prefix_folder: str | Path | None = None
     expert_memory: str | int | ExpertSettings | None = None
+    gpu_memory: str | int | None = None
     calibrate: str | Path = CALIBRATE
     speculate: str | Path | None = None
     parallel: str | Parallel | None = None
@@ -66,6 +68,8 @@ class LoadOptions:
                 raise SettingsError(f"{name}={count!r:.80} must be an integer from 1 to {MAX[name]:,}.")
         if self.quantize is not None:
             check_format(self.quantize, GROUP)
+        if self.gpu_memory is not None:
+            parse_nbytes(self.gpu_memory)
         calibration.check(self.calibrate)
 
     @property
@@ -75,7 +79,9 @@ class LoadOptions:
     @property
     def expert_settings(self) -> ExpertSettings:
         given = self.expert_memory
-        return given if isinstance(given, ExpertSettings) else ExpertSettings(given)
+        settings = given if isinstance(given, ExpertSettings) else ExpertSettings(given)
+        # which experts the CPU computes depends on what is cached
+        return replace(settings, compute="gpu") if self.invariant else settings
 
     @property
     def ranks(self) -> Parallel | None:
@@ -96,6 +102,7 @@ class LoadOptions:
             prefix_disk=None,
             prefix_folder=None,
             expert_memory=None,
+            gpu_memory=None,
             speculate=None,
             parallel=None,
         )

@@ -142,13 +142,17 @@ def _layers(model: Any, layers: list[Any]) -> Iterator[None]:
 
 def standard_batches(loaded: LanguageModel) -> list[WarmupBatch]:
     """Return the batches whose steps are recorded."""
-    if loaded.experts is not None:
+    on_gpu = loaded.engine.device.type == "cuda"
+    if loaded.experts is not None and not (on_gpu and loaded.engine.graphs.enabled):
         # reading experts from disk costs more than compiling
         return [WarmupBatch(1, 8)]
-    if loaded.engine.device.type == "cpu":
+    if not on_gpu:
         return [WarmupBatch(1, 32), WarmupBatch(8, 32)]
-    # a step is recorded on its second run, once per length bucket
-    alone = [WarmupBatch(1, size) for size in PREFILL_SIZES for _ in range(2)]
+    # a step is recorded on its second run, once per length bucket; longer ones than are recorded share their kernels
+    captured = [size for size in PREFILL_SIZES if loaded.engine.graphs.captures(size)]
+    alone = [WarmupBatch(1, size) for size in captured for _ in range(2)]
+    if len(captured) < len(PREFILL_SIZES):
+        alone.append(WarmupBatch(1, PREFILL_SIZES[-1]))
     together = [WarmupBatch(count, tokens, shared=True) for tokens in (16, 1024) for count in DECODE_SIZES]
     # prompts beyond the largest replayed step are prefilled as one batch, by kernels for powers of two of them
     several = [WarmupBatch(count, 2 * PREFILL_SIZES[-1] // count) for count in (2, 4, TOGETHER)]

@@ -49,7 +49,18 @@ from auraflux.ops.linear.reference import (
     linears,
 )
 from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu, Limit, ReluSquare, SharedExpert
-from auraflux.ops.moe.reference import combine, expert_mlp, expert_parts, mixture, route, sum_parts, weigh_experts
+from auraflux.ops.moe.pool import ExpertPool
+from auraflux.ops.moe.reference import (
+    combine,
+    expert_mlp,
+    expert_parts,
+    fetch_experts,
+    mixture,
+    pooled_mixture,
+    route,
+    sum_parts,
+    weigh_experts,
+)
 from auraflux.ops.moe.routing import Routing
 from auraflux.ops.ngram.reference import far_conv, gate_values
 from auraflux.ops.norm.reference import (
@@ -95,6 +106,7 @@ __all__ = [
     "Clamp",
     "CodePages",
     "Declined",
+    "ExpertPool",
     "Experts",
     "Gelu",
     "KVPages",
@@ -139,6 +151,7 @@ __all__ = [
     "expert_mlp",
     "expert_parts",
     "far_conv",
+    "fetch_experts",
     "gate_streams",
     "gate_up_swiglu",
     "gate_values",
@@ -165,6 +178,7 @@ __all__ = [
     "norm_streams",
     "penalize",
     "per_layer_inputs",
+    "pooled_mixture",
     "qk_norm",
     "relu_square",
     "rms_norm",

@@ -15,6 +15,8 @@ from auraflux.errors import FormatError, SettingsError
 from auraflux.machine import free_nbytes
 from auraflux.quant import QTensor
 from auraflux.weights.convert.quantize_large import quantize_large
+from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
+from auraflux.weights.experts.pool.load_pool import Matrices, write_blobs
 from auraflux.weights.experts.row_table import RowTable
 from auraflux.weights.experts.stacks import ExpertSource, stack_experts
 from auraflux.weights.experts.store import ExpertStore, map_experts
@@ -26,6 +28,7 @@ from auraflux.weights.parallel.expert_parallel import ExpertSharding
 from auraflux.weights.parallel.tensor_slices import UNSLICED, Slices, cut, group_of
 
 T = TypeVar("T", Tensor, QTensor, Stored)
+HOST = torch.device("cpu")
 SHOWN = 4  # tensors of a kind in an error message
 WIDEST = 150  # characters for each of them
 # free memory, as a multiple of the files' size, above which super-block scales are expanded: decode runs 7 to 20 % faster on
@@ -44,6 +47,7 @@ class Weights:
     group            inputs that share a scale
     dtype            of the activations
     experts          store of a packed model's experts; by default their files are mapped
+    expert_pool      pool that caches experts in GPU memory; None loads all of them onto the device
     span             range of layers to load; None for all
     expert_sharding  expert-parallel share of every layer's experts; None for all
     slices           tensor-parallel share of every layer's heads and columns
@@ -61,17 +65,18 @@ class Weights:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         experts: ExpertStore | None = None,
+        expert_pool: GpuExpertPool | None = None,
         span: range | None = None,
         expert_sharding: ExpertSharding | None = None,
         slices: Slices = UNSLICED,
         mtp: bool = False,
         advance: Callable[[int], None] = lambda nbytes: None,
     ):
-        if experts is None and checkpoint.experts is not None:
+        if experts is None and expert_pool is None and checkpoint.experts is not None:
             experts = map_experts(checkpoint.experts, device)
         self.experts, self.span, self.expert_sharding, self.slices, self.mtp = experts, span, expert_sharding, slices, mtp
-        self.checkpoint, self.bits, self.group = checkpoint, bits, group
-        self.dtype, self.device, self._advance = dtype, torch.device(device), advance
+        self.checkpoint, self.expert_pool, self.bits, self.group = checkpoint, expert_pool, bits, group
+        self.dtype, self.device, self.advance = dtype, torch.device(device), advance
         # backend whose kernels read the weights
         self.layout = self.device.type
         self._sizes = checkpoint.sizes()
@@ -261,6 +266,9 @@ class Weights:
 
     def to_kernel_layout(self, found: Stored, in_order: bool = False) -> Stored:
         """Convert a matrix or stack to the layout of the device's kernels."""
+        return self._converted(found, in_order, self.device)
+
+    def _converted(self, found: Stored, in_order: bool, device: torch.device) -> Stored:
         if isinstance(found, QTensor) and (in_order or self.layout != "cpu" or self.expands_scales):
             found = found.expand_scales()
         if isinstance(found, QTensor) and not found.in_mlx and in_order:
@@ -271,8 +279,8 @@ class Weights:
                 from auraflux.ops.simd.isa import ISA
 
                 return found.interleave(ISA.lanes)
-            return found.to(self.device)
-        return dense(found).to(self.device, self._dense_dtype(found))
+            return found.to(device)
+        return dense(found).to(device, self._dense_dtype(found))
 
     def _dense_dtype(self, found: Tensor) -> torch.dtype:
         # CPU kernels support bf16 and f32; GPU kernels need the dtype of the activations
@@ -289,13 +297,31 @@ class Weights:
         """Load all experts' matrices of one projection, converting one at a time."""
 
         def converted(expert: int) -> Stored:
-            found = source.matrix(expert)
-            if isinstance(found, Tensor) and not is_placeholder(found):
-                found = found.contiguous()
-            return self.to_kernel_layout(self.quantized(found, name))
+            return self.to_kernel_layout(self._prepared(name, source.matrix(expert)))
 
         stack = stack_experts(name, count, source, converted)
         return stack if is_placeholder(stack) else self.complete(name, stack)
+
+    def host_expert(self, name: str, found: Stored) -> Stored:
+        """Convert one expert's matrix to the layout of the device's kernels, in host memory."""
+        return self._converted(self._prepared(name, found), False, HOST)
+
+    def _prepared(self, name: str, found: Stored) -> Stored:
+        """Return one expert's matrix, quantized if it has to be."""
+        if isinstance(found, Tensor) and not is_placeholder(found):
+            found = found.contiguous()
+        return self.quantized(found, name)
+
+    def load_blobs(
+        self,
+        name: str,
+        rows: Tensor,
+        stored: Callable[[int], Matrices],
+        convert: Callable[[Matrices], Matrices],
+        like: Matrices,
+    ) -> None:
+        """Write the experts of a layer into rows of host memory, see `write_blobs`."""
+        write_blobs(name, rows, stored, convert, like)
 
     def _take(self, name: str, shape: tuple[int | None, ...], index: int | None = None) -> Stored:
         stored = self._found(name, shape)
@@ -318,7 +344,7 @@ class Weights:
         stored = self._stored[name]
         if name in self._unloaded:
             self._unloaded.discard(name)
-            self._advance(self._sizes[stored])
+            self.advance(self._sizes[stored])
         found = self.checkpoint.shape(stored)
         if len(found) != len(shape) or any(want not in (None, have) for want, have in zip(shape, found, strict=True)):
             wanted = ", ".join("any" if size is None else str(size) for size in shape)

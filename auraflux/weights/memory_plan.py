@@ -11,8 +11,8 @@ import torch
 from auraflux.cache import Cache, CacheSettings
 from auraflux.cache.cache import LayerShape
 from auraflux.errors import SettingsError
-from auraflux.quant import QTensor
-from auraflux.quant.gguf_blocks import memory_bits
+from auraflux.quant import QTensor, super_blocks
+from auraflux.quant.gguf_blocks import NOT_IN_MLX, memory_bits
 from auraflux.weights.experts.row_table import ON_DISK_TABLE, ROW_CACHE_NBYTES
 from auraflux.weights.formats.folder import Folder
 from auraflux.weights.formats.gguf import DENSE, GGUFFile
@@ -101,9 +101,7 @@ def plan_memory(
         if ON_DISK_TABLE.search(ours):
             _add_rows(found, checkpoint, name, ours)
             continue
-        label, per_weight = _format(checkpoint, name)
-        if bits is not None and label in DTYPES and len(shape) > 1 and shape[-1] % group == 0 and not ROUTERS.search(ours):
-            per_weight = bits + 2 * DTYPES[label].itemsize * 8 / group
+        label, per_weight = weight_bits(checkpoint, name, ours, bits, group)
         memory = round(count * per_weight / 8)
         if ours.startswith(mtp_prefixes):
             found.mtp.add(count, nbytes, memory)
@@ -143,6 +141,33 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+
+
+def weight_bits(checkpoint: Checkpoint, name: str, ours: str, bits: int | None = None, group: int = 64) -> tuple[str, float]:
+    """Return the name of a tensor's format in the checkpoint, and the bits of one weight in memory.
+
+    ours         name of the tensor in the model
+    bits, group  quantization of dense matrices at load time
+    """
+    label, per_weight = _format(checkpoint, name)
+    shape = checkpoint.shape(name)
+    if bits is not None and label in DTYPES and len(shape) > 1 and shape[-1] % group == 0 and not ROUTERS.search(ours):
+        per_weight = bits + 2 * DTYPES[label].itemsize * 8 / group
+    return label, per_weight
+
+
+def gpu_weight_bits(checkpoint: Checkpoint, name: str, ours: str, bits: int | None = None, group: int = 64) -> float:
+    """Return the bits of one weight in the layout of GPU kernels, see `weight_bits`."""
+    label, per_weight = weight_bits(checkpoint, name, ours, bits, group)
+    shape = checkpoint.shape(name)
+    if label in DTYPES and per_weight in (16, 32):
+        return 32 if len(shape) == 1 or ours.endswith("bias") else 16
+    if "embed_tokens" in ours and label.upper() in NOT_IN_MLX:
+        # rows are looked up, for which these formats have no kernel
+        return 16
+    if (form := super_blocks.FORMATS.get(label.lower())) is not None:
+        return form.bits + (64 if form.has_biases else 32) / form.group
+    return per_weight
 
 
 def _format(checkpoint: Checkpoint, name: str) -> tuple[str, float]:

@@ -12,6 +12,7 @@ from auraflux.cli import main
 from auraflux.tokenizer.tokenizer import Tokenizer
 from auraflux.weights.download import pull as fetching
 from tests.engine.tiny import tiny
+from tests.weights.experts.packed_folders import hf_folder
 from tests.weights.formats.gguf_files import llama_tensors, write_gguf
 from tests.weights.formats.quantized_folders import FOLDERS, rewrite
 
@@ -219,3 +220,22 @@ def test_convert_notes_a_missing_tokenizer(model: Path, tmp_path):
     assert done.exit_code == 0
     assert done.stderr.startswith("note: the tokenizer was not converted.")
     assert not (tmp_path / "mlx" / "tokenizer.json").exists()
+
+
+def test_inspect_and_plan_divide_gpu_memory(tmp_path: Path):
+    folder = hf_folder(tmp_path / "hf")
+    found = json.loads(call("inspect", folder, "--gpu-memory", "8GB", "--json").stdout)["gpu_memory"]
+    assert found["refused"] is None
+    assert found["slots"] is None
+    assert found["experts"] == 10
+    found = json.loads(call("inspect", folder, "--gpu-memory", "8GB", "--expert-memory", "300kB", "--json").stdout)[
+        "gpu_memory"
+    ]
+    assert found["slots"] == 6
+    assert found["host_nbytes"] > found["experts_nbytes"] > found["slots_nbytes"]
+    printed = " ".join(call("inspect", folder, "--gpu-memory", "8GB", "--expert-memory", "300kB").stdout.split())
+    assert "6 of 10 experts" in printed
+    planned = call("plan", folder, "--gpu-memory", "1MB")
+    assert planned.exit_code == 0
+    assert "refused" in planned.stdout
+    assert "give --hosts, or --gpu-memory" in call("plan", folder).stderr

@@ -4,18 +4,24 @@ import json
 import resource
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from auraflux.cli.options.model import LOADING, load_model, model_argument, options
 from auraflux.cli.output.units import size
+from auraflux.errors import SettingsError
 
 if TYPE_CHECKING:
+    import torch
+
     from auraflux.bench.model import Ours, Speed
+    from auraflux.bench.random_weights import RandomExperts
     from auraflux.engine.engine import Engine
+    from auraflux.loading.gpu_division import GpuRequest
     from auraflux.loading.language_model import LanguageModel
+    from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
 
 BITS = 4  # of random weights, unless --quantize says otherwise
 
@@ -25,6 +31,18 @@ BITS = 4  # of random weights, unless --quantize says otherwise
 @click.option("--shape", metavar="NAME", help="With --random: the shape of a known model, such as qwen3-30b-a3b.")
 @click.option("--random", "invented", is_flag=True, help="Fill --shape with random weights; no checkpoint is needed.")
 @click.option("--layers", type=click.IntRange(min=1), metavar="N", help="With --random: number of layers instead of all.")
+@click.option(
+    "--routing",
+    type=click.Choice(["uniform", "zipf"]),
+    help="With --random: how evenly tokens choose experts; by default uniform with --gpu-memory or --expert-memory.",
+)
+@click.option(
+    "--skew",
+    type=click.FloatRange(0, 4),
+    default=0.6,
+    show_default=True,
+    help="With --routing zipf: spread of the routers' rows, as a standard deviation of their logarithm.",
+)
 @click.option("--at", "lengths", multiple=True, type=int, metavar="N", help="Prompt length; may be given several times.")
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at once.")
 @click.option("--tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens to decode at each length.")
@@ -59,13 +77,18 @@ def bench_model(
     if invented or shape is not None:
         at = list(lengths) or [1024]
         loaded = random_loaded(model, shape, invented, layers, batch, max(at) + 2 * tokens, chosen)
-        name, contenders = f"{shape}, random weights", [Ours(loaded.scheduler, batch)]
+        name, contenders = f"{shape}, random weights", [Ours(loaded.scheduler, batch, _pool(loaded))]
+    elif chosen["routing"] is not None:
+        raise SettingsError("--routing needs --random: a real model has its own router.")
     else:
         loaded = load_model(model, chosen, sequences=batch)
         at = list(lengths) or [n for n in (128, 512, 2048) if n + tokens <= loaded.context]
         check_lengths(at, tokens, loaded.context)
         name = loaded.path.name
-        contenders = [Ours(loaded.scheduler, batch), *(_llama_cpp(loaded, max(at) + tokens) if peers and batch == 1 else [])]
+        contenders = [
+            Ours(loaded.scheduler, batch, _pool(loaded)),
+            *(_llama_cpp(loaded, max(at) + tokens) if peers and batch == 1 else []),
+        ]
     stderr = Console(stderr=True)
     with stderr.status("") as status:
         found = list(measure(contenders, at, loaded.engine.model.config.vocab, tokens, repeat, status.update))
@@ -76,26 +99,38 @@ def bench_model(
         _show(document, found)
 
 
+def _pool(loaded: "LanguageModel") -> "GpuExpertPool | None":
+    """Return the experts whose cache is measured; None if all are resident, or read from disk."""
+    from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
+
+    return loaded.experts if isinstance(loaded.experts, GpuExpertPool) else None
+
+
 def random_loaded(
-    model: str | None, shape: str | None, invented: bool, layers: int | None, batch: int, context: int, chosen: dict[str, Any]
+    model: str | None,
+    shape: str | None,
+    invented: bool,
+    layers: int | None,
+    batch: int,
+    context: int,
+    chosen: dict[str, Any],
 ) -> "LanguageModel":
     """Make the model of --random and --shape."""
     from auraflux.bench.random_weights import random_language
     from auraflux.bench.shapes import shape_of
     from auraflux.cli.options.model import cache_settings
     from auraflux.engine.device import find_device
-    from auraflux.errors import SettingsError
     from auraflux.weights.experts.settings import parse_nbytes
 
     if shape is None or not invented or model is not None:
         raise SettingsError("random weights need --random and --shape NAME, and no MODEL.")
     if chosen["speculate"] is not None:
         raise SettingsError("--speculate needs a real model: the tokens of random weights cannot be predicted.")
-    memory = chosen.get("cache_memory")
+    memory, device = chosen.get("cache_memory"), find_device(chosen["device"])
     return random_language(
         shape_of(shape, layers),
         cache_settings(chosen),
-        find_device(chosen["device"]),
+        device,
         bits=chosen["quantize"] or BITS,
         context=max(context, chosen["context"] or 0),
         sequences=batch,
@@ -104,7 +139,41 @@ def random_loaded(
         exact=chosen["exact"],
         invariant=chosen["invariant"],
         graphs=chosen["graphs"],
+        experts=_random_experts(chosen, device),
     )
+
+
+def _random_experts(chosen: dict[str, Any], device: "torch.device") -> "RandomExperts":
+    """Return the routing and the memory of random experts."""
+    from auraflux.bench.random_weights import RandomExperts
+
+    gpu, routing = _gpu_request(chosen, device), chosen.get("routing")
+    if routing is None:
+        # routing of the usual random weights, where attention chooses, repeats experts: a cache would look too good
+        return RandomExperts(None if gpu is None else 0.0, gpu, chosen["experts"])
+    return RandomExperts(0.0 if routing == "uniform" else chosen["skew"], gpu, chosen["experts"])
+
+
+def _gpu_request(chosen: dict[str, Any], device: "torch.device") -> "GpuRequest | None":
+    """Return the GPU memory that --gpu-memory and --expert-memory request; refuse options of packed experts."""
+    from auraflux.cli.options.model import expert_settings
+    from auraflux.engine.device import free_device_nbytes
+    from auraflux.loading.gpu_division import GpuRequest
+    from auraflux.weights.experts.settings import ExpertSettings, parse_nbytes
+
+    settings, given = expert_settings(chosen), chosen.get("gpu_memory")
+    if replace(settings, memory=None, compute="auto") != ExpertSettings():
+        raise SettingsError(
+            "random weights are not packed: of the options for experts only --experts and --expert-memory apply to them."
+        )
+    if given is None and settings.memory is None:
+        return None
+    if device.type != "cuda":
+        raise SettingsError(f"--gpu-memory and --expert-memory of random weights need a GPU, and the model runs on {device}.")
+    free = free_device_nbytes(device)
+    total = free if given is None else min(free, parse_nbytes(given))
+    # the chunk is that of the device
+    return GpuRequest(total, True, 1, slots=None if settings.memory is None else parse_nbytes(settings.memory))
 
 
 def _llama_cpp(loaded: "LanguageModel", context: int) -> list[Any]:
@@ -121,6 +190,7 @@ def _llama_cpp(loaded: "LanguageModel", context: int) -> list[Any]:
 
 
 def _document(name: str, ours: "Ours", found: "list[Speed]", profile: bool) -> dict[str, Any]:
+    from auraflux.bench.model import copy_bandwidth
     from auraflux.bench.profile import kernels_per_layer
     from auraflux.bench.report import commit
     from auraflux.engine.engine import nbytes
@@ -140,6 +210,10 @@ def _document(name: str, ours: "Ours", found: "list[Speed]", profile: bool) -> d
         "not_replayed_because": engine.graphs.refused,
         "results": [asdict(speed) for speed in found],
     }
+    if ours.experts is not None:
+        document["expert_slots"] = len(ours.experts.pool.memory)
+        document["experts"] = ours.experts.pool.slots.numel()
+        document["copy_nbytes_per_s"] = copy_bandwidth(engine.device) if engine.device.type == "cuda" else None
     if profile:
         costs = ours.costs()
         document["ops_of_a_step"] = {op: asdict(cost) for op, cost in costs.items()}
@@ -176,8 +250,33 @@ def _show(document: dict[str, Any], found: "list[Speed]") -> None:
         rates = f"{speed.prefill_rate:.1f}", f"{speed.decode_rate:.1f}"
         table.add_row(str(speed.context), str(speed.batch), speed.who, rates[0], shown[0], rates[1], shown[1], held)
     console.print(table)
+    if "expert_slots" in document:
+        console.print(_expert_table(document, found))
     if "ops_of_a_step" in document:
         console.print(_cost_table(document))
+
+
+def _expert_table(document: dict[str, Any], found: "list[Speed]") -> Any:
+    from rich.table import Table
+
+    rate = document["copy_nbytes_per_s"]
+    title = f"decode with {document['expert_slots']:,} of {document['experts']:,} experts on the GPU"
+    title += "" if rate is None else f"; copies to it reach {rate / 1e9:.1f} GB/s"
+    table = Table(
+        "prompt", "hit rate", "misses/token", "MB/token", "GB/s", "of measured peak", title=title, title_justify="left"
+    )
+    for speed in found:
+        if (each := speed.experts) is None:
+            continue
+        copied = each.nbytes_per_token * speed.decode_rate
+        cells = (
+            f"{each.hit_rate:.1%}",
+            f"{each.misses_per_token:.1f}",
+            f"{each.nbytes_per_token / 1e6:.1f}",
+            f"{copied / 1e9:.2f}",
+        )
+        table.add_row(str(speed.context), *cells, "" if rate is None else f"{copied / rate:.0%}")
+    return table
 
 
 def _cost_table(document: dict[str, Any]) -> Any:

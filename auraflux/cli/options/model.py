@@ -32,11 +32,25 @@ def _defaults_by_family() -> str:
 
 model_argument = click.argument("model", required=False)
 
+gpu_memory_option = click.option(
+    "--gpu-memory",
+    metavar="SIZE",
+    help="GPU memory for weights, KV cache, workspace and experts, such as 8GB; by default what is free. Experts that do not "
+    "fit stay in host memory.",
+)
 EXPERTS = [
     click.option(
         "--expert-memory",
         metavar="SIZE",
-        help="Memory for the expert cache of a packed model, such as 4GB; the other experts stay on disk.",
+        help="Memory for experts on the device, such as 4GB; the others stay in host memory on a GPU, or on disk if packed.",
+    ),
+    click.option(
+        "--experts",
+        type=click.Choice(["auto", "gpu"]),
+        default="auto",
+        show_default=True,
+        help="On a GPU: let CPU threads compute missing experts where that is faster (auto), or compute all on the GPU, for "
+        "output that does not depend on what is cached (gpu).",
     ),
     click.option(
         "--expert-io",
@@ -49,7 +63,7 @@ EXPERTS = [
         cls=Renamed,
         old="--expert-main-memory",
         metavar="SIZE",
-        help="On a GPU: pinned host memory for experts on their way to it.",
+        help="On a GPU: pinned host memory for experts that are not in GPU memory.",
     ),
     click.option(
         "--expert-prefetch",
@@ -140,6 +154,7 @@ LOADING = [
         metavar="ngram|mtp|MODEL",
         help="Speculative decoding: take draft tokens from n-grams of the sequence, the model's MTP head, or a smaller MODEL.",
     ),
+    gpu_memory_option,
     *EXPERTS,
 ]
 timeout_option = click.option(
@@ -217,7 +232,13 @@ def expert_settings(chosen: dict[str, Any]) -> "ExpertSettings":
 
     memory, io, host_memory = (chosen[f"expert_{name}"] for name in ("memory", "io", "host_memory"))
     return ExpertSettings(
-        memory, io, host_memory, prefetch=chosen["expert_prefetch"], verify=chosen["verify"], balance=chosen["expert_balance"]
+        memory,
+        io,
+        host_memory,
+        prefetch=chosen["expert_prefetch"],
+        verify=chosen["verify"],
+        balance=chosen["expert_balance"],
+        compute=chosen["experts"],
     )
 
 
@@ -239,6 +260,7 @@ def load_options(
         prefix_disk=chosen.get("prefix_disk"),
         prefix_folder=chosen.get("prefix_folder"),
         expert_memory=expert_settings(chosen),
+        gpu_memory=chosen.get("gpu_memory"),
         calibrate=chosen["calibrate"],
         speculate=chosen["speculate"],
         parallel=parallel,

@@ -38,9 +38,7 @@ def open_model_process(
 
 
 def _load(model: str | None, chosen: dict[str, Any], report: "Report") -> "LanguageModel":
-    from auraflux.engine.device import find_device
-
-    parallel = chosen["max_sequences"] or (64 if find_device(chosen["device"]).type == "cuda" else 8)
+    parallel = chosen["max_sequences"] or _default_sequences(chosen)
     if chosen["invented"] or chosen["shape"]:
         from auraflux.cli.bench.model import random_loaded
 
@@ -50,3 +48,16 @@ def _load(model: str | None, chosen: dict[str, Any], report: "Report") -> "Langu
         return random_loaded(model, chosen["shape"], chosen["invented"], chosen["layers"], parallel, context, chosen)
     chosen = {**chosen, "cache_memory": chosen["cache_memory"] or "half"}
     return load_model(model, chosen, sequences=parallel, report=report)
+
+
+def _default_sequences(chosen: dict[str, Any]) -> int:
+    """Return how many sequences decode at once by default: fewer on a small GPU, as each reserves memory."""
+    from auraflux.engine.device import find_device, free_device_nbytes
+    from auraflux.loading.gpu_division import SMALL_GPU_NBYTES
+    from auraflux.weights.experts.settings import parse_nbytes
+
+    device, given = find_device(chosen["device"]), chosen.get("gpu_memory")
+    if device.type != "cuda":
+        return 8
+    total = free_device_nbytes(device) if given is None else parse_nbytes(given)
+    return 16 if total <= SMALL_GPU_NBYTES else 64

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
 
 def summary(total: "ExpertCacheStats") -> str:
     """Return the expert cache statistics as part of the summary line."""
-    line = f"expert cache hit rate {total.hit_rate:.0%}, {total.nbytes / 1e9:.2f} GB read at {total.bandwidth / 1e9:.2f} GB/s"
+    # copies on a GPU are not timed
+    read = f"read at {total.bandwidth / 1e9:.2f} GB/s" if total.read_s else "copied"
+    line = f"expert cache hit rate {total.hit_rate:.0%}, {total.nbytes / 1e9:.2f} GB {read}"
     return f"{line}, {total.draft_misses} of {total.misses} misses for draft tokens" if total.draft_misses else line
 
 

@@ -4,6 +4,7 @@ import torch
 
 from auraflux.ops._cases import Args, Case
 from auraflux.ops.moe._expert_cases import EXPERT_CASES
+from auraflux.ops.moe._pool_cases import POOL_CASES
 from auraflux.ops.moe.reference import combine, route, weigh_experts
 from auraflux.ops.moe.routing import Routing
 
@@ -91,4 +92,5 @@ CASES = [
     Case(combine, "no-tokens", lambda: residual(0, 64, shared=True, gated=True)),
     Case(combine, "bf16", lambda: residual(3, 100, shared=True, gated=True, dtype=BF16), tol=4e-3),
     *EXPERT_CASES,
+    *POOL_CASES,
 ]

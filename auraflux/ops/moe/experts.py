@@ -1,7 +1,8 @@
 """`Experts`: the weights of one mixture layer, one stack per projection.
 
 A stack need not be contiguous; only each expert's arrays must be. `from_blobs` builds stacks as views over uint8 blobs of one
-expert each, as stored on disk, so the same kernels serve both layouts.
+expert each, as stored on disk, so the same kernels serve both layouts. Where a cache holds the experts (`pool.py`), the rows
+of a stack are its slots, and `slots` says which expert is in which.
 """
 
 import math
@@ -53,6 +54,7 @@ class ReluSquare:
 
 Activation = Clamp | Limit | Gelu | ReluSquare
 KINDS = ("gate", "up", "down")
+BIASES = ("gate_bias", "up_bias", "down_bias")
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +90,7 @@ class Experts:
     down      [E, H, I]
     gate_bias, up_bias [E, I], down_bias [E, H]  or None
     activation  replaces silu(gate) * up, or None
+    slots     [experts]  int32, the row of each expert in the stacks and biases above; None if expert e is row e
     """
 
     gate: Stack | None
@@ -97,6 +100,7 @@ class Experts:
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     activation: Activation | None = None
+    slots: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -119,6 +123,11 @@ class Experts:
 
     @property
     def count(self) -> int:
+        return self.rows if self.slots is None else len(self.slots)
+
+    @property
+    def rows(self) -> int:
+        """Number of experts that the stacks hold."""
         return self.up.shape[0]
 
     @property
@@ -148,35 +157,67 @@ class Experts:
         }
 
     @classmethod
-    def from_blobs(cls, blobs: Tensor, like: Mapping[str, QTensor]) -> "Experts":
+    def from_blobs(cls, blobs: Tensor, like: Mapping[str, Stack]) -> "Experts":
         """Return stacks as views over blobs of codes, scales and biases of gate, up and down.
 
         blobs  uint8 [E, size], one expert a row
-        like   one expert's matrices, for shapes and formats; their arrays are consecutive in a blob, in this order.
-               Without a gate the activation is `ReluSquare`
+        like   one expert's matrices, for shapes and formats; their arrays are consecutive in a blob, in this order, followed
+               by the vectors `gate_bias`, `up_bias` and `down_bias`, if any. Without a gate the activation is `ReluSquare`
         """
         if blobs.dtype != torch.uint8 or blobs.dim() != 2 or blobs.stride(1) != 1:
             raise FormatError(f"expert blobs are uint8 [E, size]; these are {blobs.dtype} {list(blobs.shape)}.")
         stacks: dict[str, Any] = {} if "gate" in like else {"gate": None, "activation": ReluSquare()}
         offset = 0
-        for name in (kind for kind in KINDS if kind in like):
-            arrays: dict[str, Any] = {}
-            for part in ("packed", "scales", "biases"):
-                array = getattr(like[name], part)
-                nbytes = 0 if array is None else array.nbytes
-                if offset + nbytes > blobs.shape[1]:
+        for name in (name for name in (*KINDS, *BIASES) if name in like):
+            matrix, views = like[name], []
+            for array in _arrays(matrix):
+                offset = _align(offset, array)
+                if offset + array.nbytes > blobs.shape[1]:
                     raise FormatError(f"a blob of {blobs.shape[1]} bytes ends before the arrays of '{name}' do.")
-                arrays[part] = None if array is None else _over(blobs, offset, array)
-                offset += nbytes
-            stacks[name] = replace(like[name], **arrays, shape=(blobs.shape[0], *like[name].shape))
+                views.append(_over(blobs, offset, array))
+                offset += array.nbytes
+            if isinstance(matrix, Tensor):
+                stacks[name] = views[0]
+                continue
+            arrays: dict[str, Any] = dict(zip(("packed", "scales", "biases"), views, strict=False))
+            stacks[name] = replace(matrix, **arrays, shape=(blobs.shape[0], *matrix.shape))
         return cls(**stacks)
 
 
-def blob_of(experts: Mapping[str, QTensor]) -> Tensor:
-    """Concatenate one expert's arrays to a row of bytes, in the order `from_blobs` expects."""
-    there = [experts[name] for name in KINDS if name in experts]
-    arrays = [a for matrix in there for a in (matrix.packed, matrix.scales, matrix.biases)]
-    return torch.cat([a.contiguous().view(-1).view(torch.uint8) for a in arrays if a is not None])
+def blob_nbytes(like: Mapping[str, Stack]) -> int:
+    """Return the bytes of `blob_of`."""
+    offset = 0
+    for name in (name for name in (*KINDS, *BIASES) if name in like):
+        for array in _arrays(like[name]):
+            offset = _align(offset, array) + array.nbytes
+    return offset
+
+
+def blob_of(experts: Mapping[str, Stack], out: Tensor | None = None) -> Tensor:
+    """Concatenate one expert's arrays to a row of bytes, in the order `from_blobs` expects.
+
+    out  receives the bytes; its rest is not modified
+    """
+    blob = torch.zeros(blob_nbytes(experts), dtype=torch.uint8) if out is None else out
+    offset = 0
+    for name in (name for name in (*KINDS, *BIASES) if name in experts):
+        for array in _arrays(experts[name]):
+            offset = _align(offset, array)
+            blob[offset : offset + array.nbytes] = array.contiguous().view(-1).view(torch.uint8)
+            offset += array.nbytes
+    return blob
+
+
+def _arrays(matrix: Stack) -> list[Tensor]:
+    """Return the arrays of a matrix in the order of blobs."""
+    if isinstance(matrix, Tensor):
+        return [matrix]
+    return [array for array in (matrix.packed, matrix.scales, matrix.biases) if array is not None]
+
+
+def _align(offset: int, array: Tensor) -> int:
+    """Round an offset up to a multiple of the array's elements."""
+    return -(-offset // array.element_size()) * array.element_size()
 
 
 def _over(blobs: Tensor, offset: int, array: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from auraflux.ops._dispatch import check_dense, check_dtype, check_floating, che
 from auraflux.ops.activation.reference import clamped_swiglu, geglu, limited_swiglu, relu_square, swiglu
 from auraflux.ops.linear.reference import FLOAT_DTYPES, dense, gate_up_swiglu, linear
 from auraflux.ops.moe.experts import Clamp, Experts, Gelu, Limit, ReluSquare, SharedExpert
+from auraflux.ops.moe.pool import ExpertPool, check_fetch, fetch_experts
 from auraflux.ops.moe.routing import Routing
 
 # scores that do not depend on the other experts' logits
@@ -215,7 +216,8 @@ def expert_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> Non
     wide = x.float()
     for expert in ids[ids >= 0].unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        parts[token, slot] = _one_expert(wide[token], experts, expert)
+        row = expert if experts.slots is None else int(experts.slots[expert])
+        parts[token, slot] = _one_expert(wide[token], experts, row)
 
 
 def _check_sum_parts(parts: Tensor, weights: Tensor, dtype: torch.dtype) -> None:
@@ -298,6 +300,24 @@ def mixture_by_steps(
     return combine(h, expert_mlp(x, ids, weights, experts), shared_result(x, shared), shared_gate)
 
 
+def _check_pooled_mixture(
+    x: Tensor, scores: Tensor, routing: Routing, pool: ExpertPool, layer: int, h: Tensor,
+    bias: Tensor | None = None, shared: Tensor | SharedExpert | None = None, shared_gate: Tensor | None = None,
+) -> None:  # fmt: skip
+    check_fetch(torch.empty(x.shape[0], routing.k, dtype=torch.int32), pool, layer)
+    _check_mixture(x, scores, routing, pool.layers[layer], h, bias, shared, shared_gate)
+
+
+@op(check=_check_pooled_mixture)
+def pooled_mixture(
+    x: Tensor, scores: Tensor, routing: Routing, pool: ExpertPool, layer: int, h: Tensor,
+    bias: Tensor | None = None, shared: Tensor | SharedExpert | None = None, shared_gate: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Run `mixture` with the experts of a pool's layer, after `fetch_experts` of those that are not in its slots."""
+    fetch_experts.reference(route.reference(scores, routing, bias)[0], pool, layer)
+    return mixture.reference(x, scores, routing, pool.layers[layer], h, bias, shared, shared_gate)
+
+
 def shared_result(x: Tensor, shared: Tensor | SharedExpert | None) -> Tensor | None:
     """Return the shared expert's output, computed from x where its weights are given."""
     if isinstance(shared, SharedExpert):
@@ -308,7 +328,7 @@ def shared_result(x: Tensor, shared: Tensor | SharedExpert | None) -> Tensor | N
 
 
 def _one_expert(x: Tensor, experts: Experts, expert: int) -> Tensor:
-    """Apply one expert to its tokens."""
+    """Apply the expert in one row of the stacks to its tokens."""
     up = x @ dense(experts.up[expert]).T
     gate = up if experts.gate is None else x @ dense(experts.gate[expert]).T
     if experts.gate_bias is not None:

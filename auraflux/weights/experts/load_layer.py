@@ -8,19 +8,23 @@ stacked      switch_mlp.gate_proj.weight [E, I, H]            mlx-lm; `experts` 
 Experts without a gate have only up and down; fused ones are experts.up_proj [E, I, H].
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu, ReluSquare
+from auraflux.errors import FormatError
+from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu, ReluSquare, blob_nbytes
 from auraflux.quant import QTensor
 from auraflux.weights.experts.offloaded import OffloadedExperts
+from auraflux.weights.experts.packed_files import ExpertFiles
+from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
+from auraflux.weights.experts.pool.load_pool import read_blobs
 from auraflux.weights.experts.resident import LayerExperts, ResidentExperts
 from auraflux.weights.experts.stacks import ExpertSource
 from auraflux.weights.experts.store import ExpertStore
-from auraflux.weights.formats.stored import Stored, dense
+from auraflux.weights.formats.stored import Stored, dense, is_placeholder
 from auraflux.weights.loader import Weights
 from auraflux.weights.parallel.balanced_experts import BalancedExperts
 from auraflux.weights.parallel.expert_parallel import ExpertParallelExperts, TensorParallelExperts, whole_expert_sharding
@@ -40,6 +44,9 @@ def load_experts(
     if weights.experts is not None:
         return _load_packed(weights, weights.experts, name, count, hidden, inner, activation)
     layer = _CheckpointExperts(weights, name, count, hidden, inner, activation)
+    if weights.expert_pool is not None:
+        files = weights.checkpoint.experts
+        return layer.pooled(weights.expert_pool) if files is None else layer.pooled_from(files, weights.expert_pool)
     columns: range | None = None
     if not slices.unsliced:
         columns = layer.columns()
@@ -131,13 +138,61 @@ class _CheckpointExperts:
             for kind, source in sources.items()
         }
         weights.release(f"{prefix}.gate_up_proj", f"{prefix}.up_proj", f"{prefix}.down_proj")
-        biases = {}
-        if isinstance(self.activation, Clamp):
-            biases = _biases(weights, self.name, stacks, self.count, self.hidden, self.inner)
-        biases = {kind: value[list(share)].contiguous() for kind, value in biases.items()}
+        biases = {kind: value[list(share)].contiguous() for kind, value in self.biases().items()}
         if columns is not None:
             biases = {kind: _slice_bias(kind, value, columns, weights.slices) for kind, value in biases.items()}
         return Experts(made.get("gate"), made["up"], made["down"], **biases, activation=self.activation)
+
+    def biases(self) -> dict[str, Tensor]:
+        """Load the biases of all experts."""
+        if not isinstance(self.activation, Clamp):
+            return {}
+        return _biases(self.weights, self.name, self.stacks, self.count, self.hidden, self.inner)
+
+    def pooled(self, pool: GpuExpertPool) -> LayerExperts:
+        """Load all experts into a pool."""
+        weights, sources = self.weights, self.sources()
+        biases = {kind: value.cpu() for kind, value in self.biases().items()}
+
+        def stored(expert: int) -> dict[str, Stored]:
+            return {
+                **{kind: source.matrix(expert) for kind, source in sources.items()},
+                **{kind: value[expert] for kind, value in biases.items()},
+            }
+
+        def convert(found: Mapping[str, Stored]) -> dict[str, Stored]:
+            return {
+                kind: weights.host_expert(f"{self.stacks}.{kind}_proj.weight", each) if kind in sources else each
+                for kind, each in found.items()
+            }
+
+        like = convert(stored(0))
+        if any(is_placeholder(each) for each in like.values()):
+            # records all that is missing
+            return ResidentExperts(self.select(range(self.count), None))
+        made = pool.add_layer(like, self.activation, lambda rows: weights.load_blobs(self.stacks, rows, stored, convert, like))
+        for source in sources.values():
+            for expert in range(self.count):
+                source.release(expert)
+        return made
+
+    def pooled_from(self, files: ExpertFiles, pool: GpuExpertPool) -> LayerExperts:
+        """Read all experts of a packed model into a pool."""
+        file = files.file_of(self.name, self.count, self.hidden, self.inner)
+        file.check()
+        if blob_nbytes(file.like) != file.nbytes:
+            raise FormatError(f"{file.path} holds arrays that are not aligned. Pack the model again.")
+        biases = {kind: value.cpu() for kind, value in self.biases().items()}
+        like: dict[str, Stored] = {**file.like, **{kind: value[0] for kind, value in biases.items()}}
+
+        def load(rows: Tensor) -> None:
+            read_blobs(file, rows, pool.plan.verify)
+            views = Experts.from_blobs(rows, like)
+            for kind, value in biases.items():
+                getattr(views, kind).copy_(value)
+            self.weights.advance(file.file_nbytes)
+
+        return pool.add_layer(like, self.activation, load)
 
 
 def _overwrite(source: Experts, target: Experts, slots: Sequence[int]) -> None:

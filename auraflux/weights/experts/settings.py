@@ -9,6 +9,7 @@ from auraflux.weights.experts.packed_files import ExpertFiles
 
 IO = ("auto", "mapped", "direct")
 BALANCE = ("auto", "on", "off")
+COMPUTE = ("auto", "gpu")
 MAPPED_SHARE = 0.75  # of the budget: files are mapped if all experts together take no more
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
@@ -47,6 +48,8 @@ class ExpertSettings:
     balance      with expert parallelism, assign uncached experts evenly to ranks: "on", "off", or "auto" where they are read
                  from disk
     disk         simulate a disk of this bandwidth per second, such as "50MB"; for benchmarks
+    compute      on a GPU: "auto" lets CPU threads compute missing experts where that is faster than to fetch them; their sums
+                 round differently, so output may depend on what is cached. "gpu" computes all experts on the GPU
     """
 
     memory: str | int | None = None
@@ -58,6 +61,7 @@ class ExpertSettings:
     verify: bool = True
     balance: str = "auto"
     disk: str | int | None = None
+    compute: str = "auto"
 
     def __post_init__(self) -> None:
         if self.io not in IO:
@@ -65,6 +69,8 @@ class ExpertSettings:
         if self.balance not in BALANCE:
             known = ", ".join(BALANCE)
             raise SettingsError(f"expert_balance={self.balance!r} is unknown. Choose one of: {known}.")
+        if self.compute not in COMPUTE:
+            raise SettingsError(f"experts={self.compute!r} is unknown. Choose one of: {', '.join(COMPUTE)}.")
         for given in (self.memory, self.host_memory, self.disk):
             if given is not None:
                 parse_nbytes(given)

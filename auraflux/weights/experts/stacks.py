@@ -63,12 +63,13 @@ def _stack_quantized(
         if is_placeholder(matrix):
             continue
         if not isinstance(matrix, QTensor) or (matrix.format, matrix.kind) != (first.format, first.kind):
-            raise FormatError(f"expert {expert} in {name} is {_describe(matrix)}, and expert 0 is {_describe(first)}.")
+            raise FormatError(f"expert {expert} in {name} is {describe(matrix)}, and expert 0 is {describe(first)}.")
         for part, array in arrays.items():
             array[expert] = getattr(matrix, part)
         release(expert)
     return replace(first, **arrays, shape=(count, *first.shape))
 
 
-def _describe(found: Stored) -> str:
+def describe(found: Stored) -> str:
+    """Describe a weight's format, for error messages."""
     return f"{found!r} with scales in {found.scales.dtype}" if isinstance(found, QTensor) else f"dense in {found.dtype}"

@@ -35,6 +35,7 @@ class ExpertCacheStats:
     read_s        seconds with at least one read in flight
     stall_s       seconds in which computation waited for experts
     draft_misses  misses caused by draft tokens alone
+    on_cpu        misses that CPU threads computed for a GPU, instead of a fetch
     """
 
     hits: int = 0
@@ -44,6 +45,7 @@ class ExpertCacheStats:
     read_s: float = 0.0
     stall_s: float = 0.0
     draft_misses: int = 0
+    on_cpu: int = 0
 
     @property
     def hit_rate(self) -> float:

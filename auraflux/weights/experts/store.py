@@ -44,7 +44,7 @@ class ExpertStore:
         self._host_slots = min(max(host_slots or 0, plan.slots), files.count)
         self._counters: dict[str, ExpertCacheCounters] = {}
         self._previous: OffloadedExperts | None = None
-        self._check_lanes()
+        check_packed_layout(files, self.device)
         files.check()
         self.reader = None if plan.mapped else DiskReader(verify=self.verify, bandwidth=settings.disk_bandwidth)
         if self.reader is not None:
@@ -52,23 +52,10 @@ class ExpertStore:
             self.notes += self.reader.notes
         self._stream = torch.cuda.Stream(self.device) if self.reader is not None and self.device.type == "cuda" else None
 
-    def _check_lanes(self) -> None:
-        wanted = {1}
-        if self.device.type == "cpu":
-            from auraflux.ops.simd.isa import ISA
-
-            wanted.add(ISA.lanes)
-        if self.files.lanes not in wanted:
-            raise FormatError(
-                f"{self.files.folder} was packed with {self.files.lanes} interleaved rows; this machine needs "
-                f"{' or '.join(map(str, sorted(wanted)))}. Pack the model again on this machine."
-            )
-        kinds = {matrix.kind for file in self.files.files for matrix in file.like.values() if matrix.super_block is not None}
-        if kinds and self.device.type == "cuda":
-            raise FormatError(
-                f"{self.files.folder} holds experts in super-blocks ({', '.join(sorted(kinds))}), which GPU kernels do not "
-                "support. Pack the model again on this machine."
-            )
+    @property
+    def resident(self) -> bool:
+        """True if all experts are in memory or memory-mapped."""
+        return self.plan.mapped
 
     def layer(
         self, module: str, count: int, hidden: int, inner: int, biases: Mapping[str, Tensor], activation: Activation | None
@@ -105,6 +92,26 @@ class ExpertStore:
         summed_fields = ("hits", "prefetched", "misses", "draft_misses", "stall_s")
         summed = {name: sum(getattr(each, name) for each in layers.values()) for name in summed_fields}
         return ExpertCacheStatsByLayer(type(found)(nbytes=found.nbytes, read_s=found.read_s, **summed), layers)
+
+
+def check_packed_layout(files: ExpertFiles, device: torch.device) -> None:
+    """Refuse expert files whose layout the kernels of a device do not read."""
+    wanted = {1}
+    if device.type == "cpu":
+        from auraflux.ops.simd.isa import ISA
+
+        wanted.add(ISA.lanes)
+    if files.lanes not in wanted:
+        raise FormatError(
+            f"{files.folder} was packed with {files.lanes} interleaved rows; this machine needs "
+            f"{' or '.join(map(str, sorted(wanted)))}. Pack the model again on this machine."
+        )
+    kinds = {matrix.kind for file in files.files for matrix in file.like.values() if matrix.super_block is not None}
+    if kinds and device.type == "cuda":
+        raise FormatError(
+            f"{files.folder} holds experts in super-blocks ({', '.join(sorted(kinds))}), which GPU kernels do not "
+            "support. Pack the model again on this machine."
+        )
 
 
 def map_experts(files: ExpertFiles, device: torch.device | str = "cpu") -> ExpertStore:

@@ -45,6 +45,8 @@ class MixtureCall(NamedTuple):
 
 
 def _misplaced(experts: Experts) -> str | None:
+    if experts.slots is not None:
+        return "experts are in the slots of a pool, which only GPU kernels look up"
     reasons = (unsupported_layout(stack) for stack in experts.stacks if isinstance(stack, QTensor))
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -65,7 +67,7 @@ def _refuses_one_list(experts: Experts) -> str | None:
 
 def _refuses_dense(experts: Experts) -> str | None:
     if all(isinstance(stack, Tensor) for stack in experts.stacks):
-        return None
+        return _misplaced(experts)
     some = any(isinstance(stack, Tensor) for stack in experts.stacks)
     return "some projections are quantized, others dense" if some else _misplaced(experts) or "experts are quantized"
 

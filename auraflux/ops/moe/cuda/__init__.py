@@ -10,14 +10,17 @@ from auraflux.ops._dispatch import Declined
 from auraflux.ops.gpu.device import ready
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv
+from auraflux.ops.moe.cuda import fetch
 from auraflux.ops.moe.cuda.call import ExpertCall, MixtureCall, RouteCall
-from auraflux.ops.moe.cuda.routes import EXPERTS, MIXTURES, ROUTERS
+from auraflux.ops.moe.cuda.expert_routes import EXPERTS, ROUTERS
+from auraflux.ops.moe.cuda.routes import MIXTURES
 from auraflux.ops.moe.cuda.routing.kernels import COMBINED, combine_kernel
 from auraflux.ops.moe.cuda.stacks import summed, unsupported
 from auraflux.ops.moe.experts import Experts, SharedExpert
+from auraflux.ops.moe.pool import ExpertPool
 from auraflux.ops.moe.routing import Routing
 
-__all__ = ["combine", "expert_mlp", "expert_parts", "mixture", "route", "sum_parts"]
+__all__ = ["combine", "expert_mlp", "expert_parts", "fetch_experts", "mixture", "pooled_mixture", "route", "sum_parts"]
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, gain: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -65,6 +68,27 @@ def mixture(
     ready(x)
     _check_scoring(routing)
     return MIXTURES(MixtureCall(x, scores, routing, experts, h, bias, shared, shared_gate))
+
+
+def fetch_experts(ids: Tensor, pool: ExpertPool, layer: int) -> Tensor:
+    ready(ids)
+    _check_fetch(pool, ids.numel())
+    return fetch.fetch(pool, layer, ids)
+
+
+def pooled_mixture(
+    x: Tensor, scores: Tensor, routing: Routing, pool: ExpertPool, layer: int, h: Tensor,
+    bias: Tensor | None = None, shared: Tensor | SharedExpert | None = None, shared_gate: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    ready(x)
+    _check_scoring(routing)
+    _check_fetch(pool, x.shape[0] * routing.k)
+    return MIXTURES(MixtureCall(x, scores, routing, pool.layers[layer], h, bias, shared, shared_gate, pool, layer))
+
+
+def _check_fetch(pool: ExpertPool, pairs: int) -> None:
+    if reason := fetch.refuses(pool, pairs):
+        raise Declined(reason)
 
 
 def _check_scoring(routing: Routing) -> None:

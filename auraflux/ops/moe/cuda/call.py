@@ -6,6 +6,7 @@ from torch import Tensor
 
 from auraflux.ops.moe.cuda.stacks import NO_EPILOGUE, Epilogue
 from auraflux.ops.moe.experts import Experts, SharedExpert
+from auraflux.ops.moe.pool import ExpertPool
 from auraflux.ops.moe.routing import Routing
 
 
@@ -46,15 +47,31 @@ class ExpertCall:
 
 
 class MixtureCall:
-    """Arguments of `mixture`."""
+    """Arguments of `mixture`, or with a pool those of `pooled_mixture`."""
 
-    __slots__ = ("bias", "experts", "h", "k", "pairs", "routing", "scores", "shared", "shared_gate", "tokens", "x")
+    __slots__ = (
+        "bias",
+        "experts",
+        "h",
+        "k",
+        "layer",
+        "pairs",
+        "pool",
+        "routing",
+        "scores",
+        "shared",
+        "shared_gate",
+        "tokens",
+        "x",
+    )
 
     def __init__(
         self, x: Tensor, scores: Tensor, routing: Routing, experts: Experts, h: Tensor,
         bias: Tensor | None, shared: Tensor | SharedExpert | None, shared_gate: Tensor | None,
+        pool: ExpertPool | None = None, layer: int = 0,
     ):  # fmt: skip
         self.x, self.scores, self.routing, self.experts, self.h = x, scores, routing, experts, h
         self.bias, self.shared, self.shared_gate = bias, shared, shared_gate
+        self.pool, self.layer = pool, layer
         self.tokens, self.k = x.shape[0], routing.k
         self.pairs = self.tokens * self.k

@@ -23,6 +23,7 @@ from auraflux.quant import QTensor
 
 SUMMED = 512  # elements a program sums, doubled above FEW_SUMMED tokens
 FEW_SUMMED = 128
+TRANSLATED = 1024  # ids whose rows a program looks up
 
 
 class StackArgs(NamedTuple):
@@ -43,7 +44,7 @@ class StackArgs(NamedTuple):
 
 
 class BiasedStackArgs(NamedTuple):
-    """`StackArgs` with a bias [experts, rows] added to the products."""
+    """`StackArgs` with a bias [experts, rows] added to the products, and the stride between experts' biases."""
 
     packed: Tensor
     scales: Tensor
@@ -51,6 +52,7 @@ class BiasedStackArgs(NamedTuple):
     step: int
     scale_step: int
     bias: Tensor | None
+    bias_step: int
 
 
 class Epilogue(NamedTuple):
@@ -231,6 +233,31 @@ def summed_by_scores(
     return out
 
 
+@triton.jit(do_not_specialize=["count"])
+def slot_rows(ids, slots, rows, count, experts, past, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    given = tl.load(ids + at, mask=at < count, other=-1)
+    good = (given >= 0) & (given < experts)
+    row = tl.load(slots + given, mask=good, other=-1)
+    row = tl.where(row < 0, past, row)
+    tl.store(rows + at, tl.where(good, row, tl.where(given < 0, -1, past)), mask=at < count)
+
+
+def rows_of(ids: Tensor, experts: Experts, out: Tensor | None = None) -> Tensor:
+    """Return the rows of the stacks that hold experts; those of experts that do not exist are past the last row.
+
+    out  receives the rows, and may be `ids`
+    """
+    if experts.slots is None:
+        return ids
+    made = torch.empty_like(ids) if out is None else out
+    count = ids.numel()
+    launch(slot_rows, (cdiv(count, TRANSLATED),))(
+        ids, experts.slots, made, count, experts.count, experts.rows, TRANSLATED, num_warps=4
+    )
+    return made
+
+
 @cached_per_weight
 def unsupported(experts: Experts) -> str | None:
     """Return why no kernel supports these experts."""
@@ -262,7 +289,7 @@ def shared_args(shared: SharedExpert | None) -> tuple[StackArgs | None, ...]:
 
 
 def biased_stack_args(stack: Stack, bias: Tensor | None) -> BiasedStackArgs:
-    return BiasedStackArgs(*stack_args(stack), None if bias is None else bias.contiguous())
+    return BiasedStackArgs(*stack_args(stack), bias, 0 if bias is None else bias.stride(0))
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 from auraflux.ops.gpu.blocks.tiles import columns_of, tokens_tile, weights_tile
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv, power_of_two
-from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, biased_stack_args, form, gate_of, of_expert
+from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, biased_stack_args, form, gate_of, of_expert, rows_of
 from auraflux.ops.moe.experts import Experts, Stack
 
 COUNTED = 1024  # pairs a program counts or places
@@ -100,8 +100,8 @@ def up_many(
             g = tl.dot(w.to(value.dtype), value, g, input_precision=PRECISION)
         w = weights_tile(second, row, inner, start, hidden, BITS, GROUP, FORM, BK)
         u = tl.dot(w.to(value.dtype), value, u, input_precision=PRECISION)
-    g = add_bias(g, gate.bias, (expert * inner + row)[:, None], (row < inner)[:, None])
-    u = add_bias(u, up.bias, (expert * inner + row)[:, None], (row < inner)[:, None])
+    g = add_bias(g, gate.bias, (expert * gate.bias_step + row)[:, None], (row < inner)[:, None])
+    u = add_bias(u, up.bias, (expert * up.bias_step + row)[:, None], (row < inner)[:, None])
     there = (row < inner)[:, None] & (pair < tokens * k)[None, :]
     result = activate(g, u, alpha, limit, KIND)
     tl.store(out + pair[None, :] * inner + row[:, None], result.to(out.dtype.element_ty), mask=there)
@@ -130,7 +130,7 @@ def down_many(
         value = tokens_tile(x, pair, pairs, start, inner, BK)
         w = weights_tile(codes, row, hidden, start, inner, BITS, GROUP, FORM, BK)
         total = tl.dot(w.to(value.dtype), value, total, input_precision=PRECISION)
-    total = add_bias(total, down.bias, (expert * hidden + row)[:, None], (row < hidden)[:, None])
+    total = add_bias(total, down.bias, (expert * down.bias_step + row)[:, None], (row < hidden)[:, None])
     there = (row < hidden)[:, None] & (pair < pairs)[None, :]
     # rounded to x's dtype whatever the dtype of the results
     total = total.to(x.dtype.element_ty).to(out.dtype.element_ty)
@@ -161,17 +161,18 @@ def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None
     inner, hidden, pairs = experts.inner, experts.hidden, tokens * k
     size = next((block for block in BLOCKS if block * USUAL >= pairs), BLOCKS[-1])
     placed, owner = grouped(ids, experts.count, size)
+    owner = rows_of(owner, experts, out=owner)
     between = x.new_empty(pairs, inner)
     rows, warps = UP_TILE
     alpha, limit, kind = activation_of(experts)
     gate, down = gate_of(experts), experts.down
     launch(up_many, (cdiv(inner, rows), len(owner)))(
         x, (placed, owner), biased_stack_args(gate, experts.gate_bias), biased_stack_args(experts.up, experts.up_bias), between,
-        experts.count, tokens, k, inner, hidden, (alpha, limit),
+        experts.rows, tokens, k, inner, hidden, (alpha, limit),
         _shape(kind, gate, rows, size), num_warps=warps, num_stages=STAGES,
     )  # fmt: skip
     rows, warps = DOWN_TILE
     launch(down_many, (cdiv(hidden, rows), len(owner)))(
-        between, (placed, owner), biased_stack_args(down, experts.down_bias), parts, experts.count, pairs, inner, hidden,
+        between, (placed, owner), biased_stack_args(down, experts.down_bias), parts, experts.rows, pairs, inner, hidden,
         _shape("", down, rows, size), num_warps=warps, num_stages=STAGES,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from auraflux.ops.gpu.sizes import cdiv
 from auraflux.ops.moe.cuda.gemm.grouped import grouped
 from auraflux.ops.moe.cuda.gemm.grouped_wgmma import Lines, TileShape, expert_tiles, find_places, order_pairs, spread_parts
 from auraflux.ops.moe.cuda.routing import assign as routing_assign
-from auraflux.ops.moe.cuda.stacks import gate_of
+from auraflux.ops.moe.cuda.stacks import gate_of, rows_of
 from auraflux.ops.moe.experts import Experts, Stack
 
 INPUTS, GROUP, STAGES = 256, 64, 2  # inputs of a K block, inputs per scale, blocks in flight
@@ -89,6 +89,8 @@ def _placed_results(x: Tensor, ids: Tensor, experts: Experts) -> tuple[Tensor, T
     k, pairs, inner, hidden = ids.shape[1], ids.numel(), experts.inner, experts.hidden
     tile = tile_for(pairs, experts.count)
     placed, owner, spots = _placed(ids, experts.count, tile.pairs)
+    blocks = owner[: len(placed) // tile.pairs]
+    rows_of(blocks, experts, out=blocks)
     places, sizes = len(placed), (tile.pairs, INPUTS, PLACES)
     ordered = x.new_empty(places * hidden // 64, 64)
     launch(order_pairs, (places // PLACES, hidden // INPUTS))(x, placed, ordered, pairs, k, hidden, *sizes, num_warps=4)

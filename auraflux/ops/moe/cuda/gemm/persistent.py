@@ -33,7 +33,7 @@ from auraflux.ops.moe.cuda.gemm.int4_quads import (
     quad_at,
 )
 from auraflux.ops.moe.cuda.routing.assign import Blocks, assign_given
-from auraflux.ops.moe.cuda.stacks import gate_of, stack_args
+from auraflux.ops.moe.cuda.stacks import gate_of, rows_of, stack_args
 from auraflux.ops.moe.experts import Experts
 
 FEW_PAIRS, MOST_PAIRS, MOST_EACH = 1024, 2048, 14  # pairs: always, at most, and per expert on average between them
@@ -333,4 +333,6 @@ def multiply(x: Tensor, k: int, blocks: Blocks, experts: Experts, parts: Tensor,
 def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
     """Run `expert_parts` for hundreds of pairs."""
     blocks = assign_given(ids, experts.count, octets_for(ids.numel(), experts))
+    owner = blocks.owner[: blocks.most]
+    rows_of(owner, experts, out=owner)
     multiply(x, ids.shape[1], blocks, experts, parts)

@@ -13,7 +13,7 @@ from auraflux.ops.gpu.blocks.dot_codes import program_shape, row_sums
 from auraflux.ops.gpu.device import INTERPRETED
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv, power_of_two
-from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, biased_stack_args, form, gate_of, of_expert
+from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, biased_stack_args, form, gate_of, of_expert, rows_of
 from auraflux.ops.moe.experts import Experts, Stack
 from auraflux.quant import QTensor
 
@@ -61,8 +61,8 @@ def up_few(
     g = u
     if KIND != "relu2":
         g = _sums(x, of_expert(gate, expert, FORM), first, inner, hidden, BITS, GROUP, FORM, EVEN, UNITS, ROWS, HOPPER)
-    g = add_bias(g, gate.bias, expert * inner + row, there)
-    u = add_bias(u, up.bias, expert * inner + row, there)
+    g = add_bias(g, gate.bias, expert * gate.bias_step + row, there)
+    u = add_bias(u, up.bias, expert * up.bias_step + row, there)
     tl.store(out + pair.to(tl.int64) * inner + row, activate(g, u, alpha, limit, KIND), mask=row < inner)
 
 
@@ -78,7 +78,7 @@ def down_few(
     expert = tl.maximum(tl.minimum(expert, experts - 1), 0)
     x += pair * inner
     total = _sums(x, of_expert(down, expert, FORM), first, hidden, inner, BITS, GROUP, FORM, EVEN, UNITS, ROWS, HOPPER)
-    total = add_bias(total, down.bias, expert * hidden + row, there)
+    total = add_bias(total, down.bias, expert * down.bias_step + row, there)
     tl.store(out + pair * hidden + row, total, mask=there)
 
 
@@ -92,15 +92,15 @@ def _shape(stack: Stack, rows: int) -> dict[str, int | bool]:
 
 def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
     tokens, k = ids.shape
-    inner, hidden, pairs = experts.inner, experts.hidden, tokens * k
+    inner, hidden, pairs, ids = experts.inner, experts.hidden, tokens * k, rows_of(ids, experts)
     between, gate = torch.empty(pairs, inner, dtype=torch.float32, device=x.device), gate_of(experts)
     shape = _shape(gate, pairs * inner)
     launch(up_few, (cdiv(inner, shape["ROWS"]), pairs))(
         x, ids, biased_stack_args(gate, experts.gate_bias), biased_stack_args(experts.up, experts.up_bias), between,
-        experts.count, k, inner, hidden, *activation_of(experts), **form(gate), **shape,
+        experts.rows, k, inner, hidden, *activation_of(experts), **form(gate), **shape,
     )  # fmt: skip
     shape = _shape(experts.down, pairs * hidden)
     launch(down_few, (cdiv(hidden, shape["ROWS"]), pairs))(
-        between, ids, biased_stack_args(experts.down, experts.down_bias), parts, experts.count, inner, hidden,
+        between, ids, biased_stack_args(experts.down, experts.down_bias), parts, experts.rows, inner, hidden,
         **form(experts.down), **shape,
     )  # fmt: skip

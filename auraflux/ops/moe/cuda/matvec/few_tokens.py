@@ -39,12 +39,26 @@ BARRIERS = gl.constexpr(128)  # bytes
 HELD = gl.constexpr(3)  # units of codes that a warp of `down_slots` preloads into registers before their inputs are ready
 
 
+class CpuResults(NamedTuple):
+    """State of the last request to the CPU, the number of its last answer, and its results; see `CpuMailbox`."""
+
+    state: Any
+    done: Any
+    result: Any
+
+
 class Router(NamedTuple):
-    """Scores of the router, their bias, and the scale of the weights; scores are None where experts are given."""
+    """Scores of the router, their bias, and the scale of the weights; scores are None where experts are given.
+
+    ids  [T, k] experts, where scores weigh them and the kernels' ids are rows of stacks in another order; or None
+    cpu  results of experts that have no row; or None
+    """
 
     scores: Any
     bias: Any
     scale: float
+    ids: Any = None
+    cpu: Any = None
 
 
 class SlotShape(NamedTuple):
@@ -54,6 +68,7 @@ class SlotShape(NamedTuple):
     k, scoring, renormalize  see `Routing`
     experts                  padded to a multiple of 32
     tiles, warps             of a program of `up_slots`, and of `down_slots`
+    scored                   experts that have scores, where `Router.ids` are given; otherwise 0
     """
 
     width: int
@@ -63,6 +78,7 @@ class SlotShape(NamedTuple):
     renormalize: bool
     tiles: int
     warps: int
+    scored: int = 0
 
 
 @gluon.jit
@@ -217,14 +233,40 @@ def _load_epilogue(epilogue, at, token):
 
 
 @gluon.jit
+def _await_answer(at, number, tid):
+    """Let the first thread wait until the CPU has answered a request."""
+    text: gl.constexpr = (
+        "{.reg .pred p,q; .reg .b32 n; setp.ne.b32 p,$3,0; @p bra DONE; AGAIN: ld.acquire.sys.global.u32 n,[$1];"
+        "setp.ne.u32 q,n,$2; @q bra AGAIN; DONE: mov.b32 $0,0;}"
+    )
+    gl.inline_asm_elementwise(text, "=r,l,r,r,~{memory}", [at, number, tid], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _add_cpu_results(result, cpu, box, token, row0, tid, hidden, K: gl.constexpr):
+    """Add the weighted outputs of a token's experts that the CPU computed."""
+    count = gl.load(cpu.state + 1)
+    if count > 0:
+        _await_answer(cpu.done.to(gl.int64) + tid * 0, tid * 0 + gl.load(cpu.state), tid)
+        gl.thread_barrier()
+        for i in range(count):
+            pair = gl.load(cpu.state + 2 + i)
+            here = (tid < 16) & (pair // K == token)
+            value = gl.load(cpu.result + i * hidden + row0 + tid % 16, mask=here, other=0.0, volatile=True)
+            weight = float_at(box + pair % K * 4 + tid * 0, here)
+            result = gl.where(here, gl.fma(value, weight, result), result)
+    return result
+
+
+@gluon.jit
 def down_slots(
     x, ids, weights, router, epilogue, down, shared_down, out, experts, hidden, SHAPE: gl.constexpr
 ):  # fmt: skip
     """Write 16 elements of a token's results; units of four groups of all slots are split among W warps.
 
-    Experts and their weights come from `ids` and `weights`, or, where `ids` are None, from `router`. The result is the weighted
-    sum plus the epilogue; with ids and without weights each slot's result. Where `shared_down` is given, the shared expert's
-    result, of slot K, replaces `epilogue.shared`.
+    Experts and their weights come from `ids` and `weights`, or, where `ids` are None, from `router`, or the weights alone,
+    where `router.ids` are given. The result is the weighted sum plus the epilogue; with ids and without weights each slot's
+    result. Where `shared_down` is given, the shared expert's result, of slot K, replaces `epilogue.shared`.
     """
     INNER: gl.constexpr = SHAPE.width
     K: gl.constexpr = SHAPE.k
@@ -252,10 +294,15 @@ def down_slots(
         residual, more = _load_epilogue(epilogue, at, token)
     if ids is None:
         share = weights_of(found, scores + token * experts, chosen, lane, scale, K, E, SCORING, SHAPE.renormalize)
+    elif router.ids is not None:
+        expert = gl.load(router.ids + token * K + gl.minimum(lane, K - 1))
+        line = scores + token * SHAPE.scored
+        share = weights_of(load_scores(line, tid, SHAPE.scored, E), line, expert, lane, scale, K, E, SCORING, SHAPE.renormalize)
     elif weights is not None:
         share = gl.load(weights + token * K + gl.minimum(lane, K - 1))
         share = gl.where((chosen >= 0) & (chosen < experts), share, float("nan"))
-    if ids is None or weights is not None:
+    WEIGHTED: gl.constexpr = ids is None or weights is not None or router.ids is not None
+    if WEIGHTED:
         put_float(box + lane * 4, share, tid < 32)
     # weights arrive before the hidden vectors: load them into registers meanwhile
     await_bytes(bar)
@@ -279,7 +326,7 @@ def down_slots(
         put_rows(sums + warp * 64, lane, total0, total1)
     gl.thread_barrier()
     mine = sums + tid % 16 * 4
-    if ids is not None and weights is None:
+    if not WEIGHTED:
         for i in gl.static_range((K + 2 * W - 1) // (2 * W)):
             slot = tid // 16 + i * 2 * W
             expert = from_lane(chosen, gl.minimum(slot, K - 1))
@@ -288,8 +335,13 @@ def down_slots(
             gl.store(out + (token * K + slot) * hidden + row0 + tid % 16, value, there)
     else:
         for n in gl.static_range(K):
-            weight = float_at(box + n * 4, tid < 16)
-            result = gl.fma(sum_at(mine + n * (64 * SUMS), tid < 16, SUMS), weight, result)
+            weight, part = float_at(box + n * 4, tid < 16), sum_at(mine + n * (64 * SUMS), tid < 16, SUMS)
+            if router.cpu is not None:
+                # without a row nothing was loaded
+                part = gl.where(from_lane(chosen, lane * 0 + n) >= 0, part, 0.0)
+            result = gl.fma(part, weight, result)
+        if router.cpu is not None:
+            result = _add_cpu_results(result, router.cpu, box, token, row0, tid, hidden, K)
         if epilogue.residual is not None:
             # rounded and added as in `expert_mlp` and `combine`, bit for bit
             result = residual + result.to(out.dtype.element_ty).to(gl.float32)

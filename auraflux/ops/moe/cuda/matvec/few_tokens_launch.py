@@ -1,14 +1,17 @@
 """Launch of the `slots` kernels (`few_tokens.py`)."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from auraflux.ops.gpu.device import multiprocessors
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv
-from auraflux.ops.moe.cuda.matvec.few_tokens import Router, SlotShape, down_slots, up_slots
-from auraflux.ops.moe.cuda.stacks import Epilogue, gate_of, shared_args, stack_args
+from auraflux.ops.moe.cuda.matvec.few_tokens import CpuResults, Router, SlotShape, down_slots, up_slots
+from auraflux.ops.moe.cuda.stacks import Epilogue, gate_of, rows_of, shared_args, stack_args
 from auraflux.ops.moe.experts import Experts, SharedExpert
+from auraflux.ops.moe.pool import CpuMailbox
 from auraflux.ops.moe.routing import Routing
 
 UP_WARPS = 16
@@ -21,22 +24,42 @@ MOST_CHOICES = 512  # experts whose scores fit the lanes of a warp
 MOST_ORDERED = 2048  # inputs, of which each warp of `up_slots` has one quad
 
 
+class Chosen(NamedTuple):
+    """Experts of few tokens: their ids and rows in the stacks [T, k], and the mailbox of those that the CPU computes."""
+
+    ids: Tensor | None
+    rows: Tensor | None
+    mailbox: CpuMailbox | None = None
+
+
+def cpu_args(mailbox: CpuMailbox | None) -> CpuResults | None:
+    return None if mailbox is None else CpuResults(mailbox.state, mailbox.done, mailbox.result)
+
+
 def multiply(x: Tensor, ids: Tensor, weights: Tensor | None, experts: Experts, out: Tensor) -> Tensor:
     """Run `expert_mlp` for few tokens, or without weights `expert_parts`: each pair reads its expert separately."""
-    shape = SlotShape(0, ids.shape[1], 0, "", False, 0, DOWN_WARPS)
-    return _launch(x, (ids, weights), Router(None, None, 1.0), Epilogue(), experts, None, out, shape)
+    shape, rows = SlotShape(0, ids.shape[1], 0, "", False, 0, DOWN_WARPS), rows_of(ids, experts)
+    return _launch(x, (rows, weights), Router(None, None, 1.0), Epilogue(), experts, None, out, shape)
 
 
 def mix(
     x: Tensor, scores: Tensor, routing: Routing, bias: Tensor | None, experts: Experts, h: Tensor,
-    shared: Tensor | SharedExpert | None, shared_gate: Tensor | None,
+    shared: Tensor | SharedExpert | None, shared_gate: Tensor | None, chosen: "Chosen | None" = None,
 ) -> Tensor:  # fmt: skip
-    """Run `mixture` for few tokens."""
-    padded = cdiv(experts.count, 32) * 32
-    shape = SlotShape(0, routing.k, padded, routing.scoring, routing.renormalize, 0, DOWN_WARPS)
+    """Run `mixture` for few tokens.
+
+    chosen  the tokens' experts, where these are in slots; otherwise the kernels select the experts
+    """
+    padded, (ids, rows, mailbox) = cdiv(experts.count, 32) * 32, chosen or Chosen(None, None)
+    shape = SlotShape(
+        0, routing.k, padded, routing.scoring, routing.renormalize, 0, DOWN_WARPS, 0 if chosen is None else experts.count
+    )
     shared_expert, shared_output = (shared, None) if isinstance(shared, SharedExpert) else (None, shared)
-    router, epilogue = Router(scores, bias, float(routing.scale)), Epilogue(h, shared_output, shared_gate)
-    return _launch(x, (None, None), router, epilogue, experts, shared_expert, torch.empty_like(x), shape)
+    router, epilogue = (
+        Router(scores, bias, float(routing.scale), ids, cpu_args(mailbox)),
+        Epilogue(h, shared_output, shared_gate),
+    )
+    return _launch(x, (rows, None), router, epilogue, experts, shared_expert, torch.empty_like(x), shape)
 
 
 def _launch(
@@ -51,11 +74,11 @@ def _launch(
     programs, most = up_sizes(hidden, slots * inner // 16, tokens, multiprocessors(x.device))
     launch(up_slots, (programs, tokens))(
         x, ids, router.scores, router.bias, stack_args(gate_of(experts)), stack_args(experts.up),
-        shared_gate_args, shared_up_args, between, experts.count, inner, shape._replace(width=hidden, tiles=most),
+        shared_gate_args, shared_up_args, between, experts.rows, inner, shape._replace(width=hidden, tiles=most),
         num_warps=UP_WARPS, launch_pdl=True,
     )  # fmt: skip
     launch(down_slots, (hidden // 16, tokens))(
-        between, ids, weights, router, epilogue, stack_args(experts.down), shared_down_args, out, experts.count, hidden,
+        between, ids, weights, router, epilogue, stack_args(experts.down), shared_down_args, out, experts.rows, hidden,
         shape._replace(width=inner), num_warps=DOWN_WARPS, launch_pdl=True,
     )  # fmt: skip
     return out

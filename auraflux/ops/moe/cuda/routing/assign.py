@@ -37,6 +37,11 @@ class Blocks(NamedTuple):
     owner: Tensor
     octets: int
 
+    @property
+    def most(self) -> int:
+        """Most blocks that there may be."""
+        return len(self.placed) // (8 * self.octets)
+
 
 class AssignShape(NamedTuple):
     """Compile-time shape: `Routing` and padded experts, tokens per warp, and pairs per block."""

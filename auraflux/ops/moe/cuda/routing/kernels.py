@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.gpu.blocks.elementwise import sigmoid
-from auraflux.ops.gpu.device import INTERPRETED
+from auraflux.ops.gpu.device import not_hopper
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv, power_of_two
 from auraflux.ops.moe.routing import Routing
@@ -45,7 +45,8 @@ def _ordered(bits):
 
 
 @triton.jit
-def _keys(score, place, there):
+def score_keys(score, place, there):
+    """Return integers that order scores: by value, ties by increasing index; padding ranks below all."""
     # zeros of both signs are equal
     score = tl.where(score == score, tl.where(score == 0.0, 0.0, score), float("-inf"))
     key = (_ordered(score.to(tl.int32, bitcast=True)).to(tl.int64) << 32) + (-place + PLACES)
@@ -68,7 +69,7 @@ def _best_groups(keys, groups, topk_groups, BG: tl.constexpr):
     group = tl.arange(0, BG)[None, :]
     best = tl.max(keys, 2)
     second = tl.max(tl.where(keys == best[:, :, None], LOWEST, keys), 2)
-    left = _keys(_score(best) + _score(second), group, group < groups)
+    left = score_keys(_score(best) + _score(second), group, group < groups)
     for _ in range(topk_groups):
         left = tl.where(left == tl.max(left, 1)[:, None], LOWEST, left)
     return left == LOWEST
@@ -95,10 +96,10 @@ def route_kernel(
         selection = sigmoid(x)
         if bias is not None:
             selection += tl.load(bias + place, mask=listed, other=0.0).to(tl.float32)
-    keys = _keys(selection, place, there)
+    keys = score_keys(selection, place, there)
     if BG > 1:
         chosen = _best_groups(keys, groups, topk_groups, BG)
-        keys = _keys(tl.where(chosen[:, :, None], selection, float("-inf")), place, there)
+        keys = score_keys(tl.where(chosen[:, :, None], selection, float("-inf")), place, there)
     slot = tl.arange(0, BK)[None, :]
     mine = tl.zeros([R, BK], tl.int32)
     for i in range(k):
@@ -134,7 +135,7 @@ def rank_kernel(
 ):  # fmt: skip
     """Route one token: each expert counts the better ones and takes that slot, without a serial loop.
 
-    EARLY  let the next kernel start; it waits for the end of this one before it reads the selection
+    EARLY  let the next kernel start, which needs Hopper; it waits for the end of this one before it reads the selection
     """
     if EARLY:
         gdc_launch_dependents()
@@ -146,7 +147,7 @@ def rank_kernel(
         selection = sigmoid(x)
         if bias is not None:
             selection += tl.load(bias + place, mask=listed, other=0.0).to(tl.float32)
-    keys = _keys(selection, place, listed)
+    keys = score_keys(selection, place, listed)
     slot = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
     chosen = slot < k
     if SCORING == "sigmoid":
@@ -194,10 +195,10 @@ def rank(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor,
     """Run `route` for few tokens and a single expert group."""
     tokens, experts = logits.shape
     ids, weights = chosen(tokens, routing.k, logits.device)
-    size = power_of_two(experts)
+    size, early = power_of_two(experts), not_hopper(logits.device) is None
     launch(rank_kernel, (tokens,))(
         logits, bias, ids, weights, experts, routing.k, float(routing.scale), routing.scoring,
-        routing.renormalize and routing.scoring != "chosen", size, not INTERPRETED, num_warps=max(1, size // 32),
+        routing.renormalize and routing.scoring != "chosen", size, early, num_warps=max(1, size // 32),
     )  # fmt: skip
     return ids, weights
 

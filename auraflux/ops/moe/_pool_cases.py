@@ -1,0 +1,74 @@
+"""Inputs for experts in the slots of a pool: hits, misses and evictions, few and many tokens."""
+
+import torch
+
+from auraflux.ops._cases import Args, Case
+from auraflux.ops.moe._expert_cases import matrices
+from auraflux.ops.moe.experts import SharedExpert, blob_nbytes, blob_of
+from auraflux.ops.moe.pool import ExpertPool, aligned
+from auraflux.ops.moe.reference import fetch_experts, pooled_mixture
+from auraflux.ops.moe.routing import Routing
+
+BF16 = torch.bfloat16
+LAYERS, LAYER = 3, 1
+
+
+def pool_of(count: int, hidden: int, inner: int, slots: int, cached: int, **options) -> ExpertPool:
+    """Return a pool of LAYERS equal layers with some random experts in its slots."""
+    stacks = matrices(count, hidden, inner, lanes=1, **options)
+    parts = [{name: matrix[e] for name, matrix in stacks.items()} for e in range(count)]
+    size = aligned(blob_nbytes(parts[0]))
+    host = torch.zeros(LAYERS * count, size, dtype=torch.uint8)
+    # rows in any order
+    offsets = torch.randperm(LAYERS * count).view(LAYERS, count) * size
+    for layer in range(LAYERS):
+        for expert, part in enumerate(parts):
+            blob_of(part, host[int(offsets[layer, expert]) // size])
+    pool = ExpertPool.empty(torch.zeros(slots, size, dtype=torch.uint8), host.view(-1), offsets, [dict(parts[0])] * LAYERS)
+    for slot, owner in enumerate(torch.randperm(LAYERS * count)[:cached].tolist()):
+        pool.slots.view(-1)[owner], pool.owners[slot] = slot, owner
+        pool.memory[slot] = host[int(offsets.view(-1)[owner]) // size]
+        pool.uses[slot] = 4 * torch.rand(())
+    pool.state.copy_(torch.tensor([1000, 7, 3, 0, 0]))
+    return pool
+
+
+def fetched(tokens: int, k: int, count: int, slots: int, cached: int) -> Args:
+    pool = pool_of(count, 32, 32, slots, cached, group=32)
+    ids = torch.stack([torch.randperm(count)[:k] for _ in range(tokens)]).int()
+    ids[0, 0] = -1
+    return {"ids": ids, "pool": pool, "layer": LAYER}
+
+
+def pooled(
+    tokens: int, routing: Routing, count: int, hidden: int, inner: int, slots: int, cached: int,
+    dtype: torch.dtype = BF16, shared: bool = False, **options,
+) -> Args:  # fmt: skip
+    pool = pool_of(count, hidden, inner, slots, cached, **options)
+    made = {
+        "x": torch.randn(tokens, hidden).to(dtype), "scores": torch.randn(tokens, count).to(dtype), "routing": routing,
+        "pool": pool, "layer": LAYER, "h": torch.randn(tokens, hidden).to(dtype),
+    }  # fmt: skip
+    if shared:
+        one = matrices(1, hidden, inner, lanes=1)
+        made["shared"] = SharedExpert(*(one[name][0] for name in ("gate", "up", "down")))
+        made["shared_gate"] = torch.randn(tokens).to(dtype)
+    return made
+
+
+SOFTMAX, FOUR = Routing(8, "softmax", True), Routing(4, "softmax", True)
+POOL_CASES = [
+    Case(fetch_experts, "evicts", lambda: fetched(1, 8, 9, 13, 13)),
+    Case(fetch_experts, "free-slots", lambda: fetched(2, 4, 9, 20, 12)),
+    Case(fetch_experts, "all-cached", lambda: fetched(1, 4, 7, 21, 21)),
+    Case(fetch_experts, "many-tokens", lambda: fetched(33, 4, 9, 11, 11)),
+    Case(pooled_mixture, "one-token", lambda: pooled(1, SOFTMAX, 20, 256, 256, 24, 24), tol=6e-3),
+    Case(pooled_mixture, "four-tokens", lambda: pooled(4, SOFTMAX, 20, 256, 256, 40, 24), tol=6e-3),
+    Case(pooled_mixture, "sigmoid", lambda: pooled(2, Routing(6, "sigmoid", True, scale=2.5), 20, 256, 256, 24, 24), tol=6e-3),
+    Case(pooled_mixture, "shared-expert", lambda: pooled(1, SOFTMAX, 20, 256, 256, 24, 24, shared=True), tol=6e-3),
+    Case(pooled_mixture, "60-tokens", lambda: pooled(60, SOFTMAX, 20, 256, 256, 24, 24), tol=6e-3),
+    Case(pooled_mixture, "400-tokens", lambda: pooled(400, SOFTMAX, 20, 256, 256, 24, 24), tol=6e-3, slow=True),
+    Case(pooled_mixture, "odd", lambda: pooled(5, Routing(3, "softmax", True), 11, 64, 32, 12, 9, group=32), tol=6e-3),
+    Case(pooled_mixture, "8-bit", lambda: pooled(1, SOFTMAX, 20, 256, 256, 24, 24, bits=8), tol=6e-3),
+    Case(pooled_mixture, "float32", lambda: pooled(3, FOUR, 9, 64, 32, 11, 9, dtype=torch.float32, group=32)),
+]  # fmt: skip

@@ -1,0 +1,190 @@
+"""`ExpertPool`: GPU slots shared by the experts of all layers, and the tables that find an expert's slot.
+
+The tables are on the device, so a decode step looks up, evicts and copies experts without the host and can be replayed as a
+CUDA graph. Policy, all of it (`fetch_experts`):
+
+hit    `slots` has the expert's slot
+miss   the expert is copied from host memory into a free slot, or into that of the evicted expert
+evict  the least frequently used expert of any layer, where uses decay with a half-life of HALF_LIFE_TOKENS (LFU with decay);
+       never one that the same step uses in the same layer
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from auraflux.errors import FormatError, InputError
+from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
+from auraflux.ops.moe.experts import Activation, Experts, Stack, blob_nbytes
+
+HALF_LIFE_TOKENS = 64
+NEVER_USED = -1e30  # log2 of the use count of a free slot
+CLOCK, HITS, MISSES, TICKET, ON_CPU = range(5)  # entries of `state`
+ALIGNMENT = 16  # bytes, of experts in host memory and of slots
+
+
+def aligned(nbytes: int) -> int:
+    """Round bytes up to the alignment of experts."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class CpuMailbox(NamedTuple):
+    """Memory through which GPU kernels hand missing experts to CPU threads instead of fetching them.
+
+    request, done  [1]       int32, numbers of the last request and of the last answer
+    header         [2]       int32, layer and number of pairs of a request
+    tokens, experts[P]       int32, of each pair
+    x              [T, H]    bf16
+    result         [P, H]    float32, of each pair
+    state          [2 + P]   int32 on the GPU: number of the last request, its pairs, and each pair's place in the step's ids
+    fetched        [P + 1]   float32 on the GPU: how many of n missing experts are fetched, on average; the others go to the CPU
+
+    All but the last two are in pinned host memory. `auraflux.weights.experts.cpu_worker` has the protocol.
+    """
+
+    request: Tensor
+    done: Tensor
+    header: Tensor
+    tokens: Tensor
+    experts: Tensor
+    x: Tensor
+    result: Tensor
+    state: Tensor
+    fetched: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertPool:
+    """Experts of L layers, E each, in S slots.
+
+    memory      [S, size]  uint8, one expert a slot
+    slots       [L, E]     int32, the slot of each expert; -1 if it is not cached
+    owners      [S]        int32, layer * E + expert of each slot; -1 if it is free
+    uses        [S]        float32, log2 of each slot's decayed use count
+    state       [5]        int64: tokens times layers so far, hits, fetched misses, a counter that kernels reset, and misses
+                           that the CPU computed
+    host        [N]        uint8 in host memory, pinned where the pool is on a GPU
+    offsets     [L, E]     int64, the first byte of each expert in `host`
+    like        one expert's matrices and biases for each layer, for shapes and formats
+    activation  of the experts, or None for silu
+    mailbox     of CPU threads that compute experts of few tokens; None if all missing experts are fetched
+    """
+
+    memory: Tensor
+    slots: Tensor
+    owners: Tensor
+    uses: Tensor
+    state: Tensor
+    host: Tensor
+    offsets: Tensor
+    like: list[dict[str, Stack]]
+    activation: Activation | None = None
+    mailbox: CpuMailbox | None = None
+
+    def __post_init__(self) -> None:
+        (slots, size), (layers, experts) = self.memory.shape, self.slots.shape
+        if max(self.nbytes) > size or size % ALIGNMENT:
+            raise FormatError(f"slots of {size} bytes are no multiple of {ALIGNMENT}, or smaller than an expert.")
+        wanted = {"owners": (slots,), "uses": (slots,), "state": (5,), "offsets": (layers, experts)}
+        for name, shape in wanted.items():
+            if tuple(getattr(self, name).shape) != shape:
+                raise FormatError(f"'{name}' has shape {list(getattr(self, name).shape)}; {list(shape)} is needed.")
+
+    @classmethod
+    def empty(
+        cls,
+        memory: Tensor,
+        host: Tensor,
+        offsets: Tensor,
+        like: list[dict[str, Stack]],
+        activation: Activation | None = None,
+    ) -> "ExpertPool":
+        """Return a pool without cached experts."""
+        device, slots, shape = memory.device, memory.shape[0], offsets.shape
+        return cls(
+            memory,
+            torch.full(shape, -1, dtype=torch.int32, device=device),
+            torch.full((slots,), -1, dtype=torch.int32, device=device),
+            torch.full((slots,), NEVER_USED, dtype=torch.float32, device=device),
+            torch.zeros(5, dtype=torch.int64, device=device),
+            host,
+            offsets,
+            like,
+            activation,
+        )
+
+    @cached_property
+    def nbytes(self) -> list[int]:
+        """Bytes of an expert of each layer, a multiple of ALIGNMENT."""
+        return [aligned(blob_nbytes(like)) for like in self.like]
+
+    @cached_property
+    def layers(self) -> list[Experts]:
+        """The experts of each layer, as stacks over the slots."""
+        return [self.experts_in(slots, layer) for layer, slots in enumerate(self.slots)]
+
+    def experts_in(self, slots: Tensor, layer: int) -> Experts:
+        """Return the experts of a layer that are in the given slots, [E]."""
+        made = Experts.from_blobs(self.memory, self.like[layer])
+        return replace(made, slots=slots) if self.activation is None else replace(made, slots=slots, activation=self.activation)
+
+    @property
+    def half_life(self) -> float:
+        """Half-life of uses, in the unit of the clock."""
+        return float(HALF_LIFE_TOKENS * self.slots.shape[0])
+
+
+def check_fetch(ids: Tensor, pool: ExpertPool, layer: int) -> None:
+    """Refuse arguments of `fetch_experts` that do not fit the pool."""
+    check_dense(ids=ids)
+    check_dtype("ids", ids, torch.int32)
+    check_shape("ids", ids, None, None)
+    layers, experts = pool.slots.shape
+    if not 0 <= layer < layers:
+        raise InputError(f"layer {layer} was requested of a pool of {layers}.")
+    most = min(ids.numel(), experts)
+    if most > len(pool.memory):
+        raise InputError(f"{most} experts may be needed at once; the pool has {len(pool.memory)} slots.")
+
+
+@op(check=check_fetch)
+def fetch_experts(ids: Tensor, pool: ExpertPool, layer: int) -> Tensor:
+    """Bring the experts of a step into slots of the pool, evicting others where none is free, and return their slots.
+
+    ids      [T, k]  int32, experts of `layer`; negative ids are skipped
+    returns  [T, k]  int32, -1 where the id is negative
+    """
+    experts = pool.slots.shape[1]
+    used, counts = ids[(ids >= 0) & (ids < experts)].unique(return_counts=True)
+    now = int(pool.state[CLOCK]) / pool.half_life
+    cached = pool.slots[layer, used.long()]
+    costs = torch.where(pool.owners < 0, -torch.inf, pool.uses)
+    costs[cached[cached >= 0].long()] = torch.inf
+    for expert, count in zip(used.tolist(), counts.tolist(), strict=True):
+        slot, new = int(pool.slots[layer, expert]), now + math.log2(count)
+        if slot < 0:
+            slot = int(costs.argmin())
+            costs[slot] = torch.inf
+            _place_expert(pool, layer, expert, slot)
+            pool.uses[slot] = new
+        else:
+            old = float(pool.uses[slot])
+            pool.uses[slot] = max(old, new) + math.log2(1 + 2 ** -abs(old - new))
+    misses = int((cached < 0).sum())
+    pool.state.add_(torch.tensor([len(ids), len(used) - misses, misses, 0, 0], device=pool.state.device))
+    found = torch.where(ids < experts, pool.slots[layer][ids.clamp(0, experts - 1).long()], len(pool.memory))
+    return torch.where(ids < 0, -1, found).int()
+
+
+def _place_expert(pool: ExpertPool, layer: int, expert: int, slot: int) -> None:
+    """Copy an expert into a slot and update the tables."""
+    evicted, experts = int(pool.owners[slot]), pool.slots.shape[1]
+    if evicted >= 0:
+        pool.slots[evicted // experts, evicted % experts] = -1
+    first, nbytes = int(pool.offsets[layer, expert]), pool.nbytes[layer]
+    pool.memory[slot, :nbytes] = pool.host[first : first + nbytes].to(pool.memory.device)
+    pool.slots[layer, expert], pool.owners[slot] = slot, layer * experts + expert

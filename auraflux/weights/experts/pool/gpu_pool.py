@@ -1,0 +1,321 @@
+"""`GpuExpertPool`: experts of all layers in pinned host memory, some of them cached in GPU slots.
+
+Layers are added while the model is loaded; `finish` then allocates the slots and fills them. Decode steps look up and fetch
+experts on the device (`ops/moe/pool.py`), long prefill steps stream them layer by layer (`layer_stream.py`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from auraflux.errors import SettingsError
+from auraflux.ops import (
+    Activation,
+    ExpertPool,
+    Experts,
+    combine,
+    expert_mlp,
+    expert_parts,
+    fetch_experts,
+    mixture,
+    pooled_mixture,
+    route,
+    sum_parts,
+)
+from auraflux.ops.moe.experts import Stack, blob_nbytes
+from auraflux.ops.moe.pool import HITS, MISSES, ON_CPU, aligned
+from auraflux.ops.moe.reference import shared_result
+from auraflux.weights.experts.pool.cpu_split import CpuSplit, refuses_cpu
+from auraflux.weights.experts.pool.host_memory import NOT_PINNED, HostMemory
+from auraflux.weights.experts.pool.layer_stream import LayerStream
+from auraflux.weights.experts.resident import ExpertPredictor, MixtureInput
+from auraflux.weights.experts.settings import format_nbytes
+from auraflux.weights.experts.stats import ExpertCacheStats, ExpertCacheStatsByLayer
+
+STREAM_PAIRS = 4  # (token, expert) pairs per expert from which a step uses nearly all experts of a layer
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """Sizes of a pool.
+
+    layers   most mixture layers
+    experts  of each layer
+    k        experts per token
+    nbytes   GPU memory for slots
+    host     host memory for all experts, in bytes
+    cpu      let CPU threads compute missing experts of single tokens, where that is faster than to fetch them
+    verify   check the checksums of packed experts
+    """
+
+    layers: int
+    experts: int
+    k: int
+    nbytes: int
+    host: int
+    cpu: bool = True
+    verify: bool = True
+
+
+class GpuExpertPool:
+    """Experts in host memory with a cache in GPU memory.
+
+    notes   sentences for the user
+    pinned  whether kernels read host memory directly; otherwise the host copies experts, and steps cannot be captured
+    """
+
+    def __init__(self, plan: PoolPlan, device: torch.device):
+        self.plan, self.device = plan, device
+        self.memory = HostMemory(plan.host, device)
+        self.notes: list[str] = []
+        self._like: list[dict[str, Stack]] = []
+        self._firsts: list[int] = []
+        self._activation: Activation | None = None
+        self._pool: ExpertPool | None = None
+        self._stream: LayerStream | None = None
+        self._split: CpuSplit | None = None
+
+    @property
+    def pinned(self) -> bool:
+        return self.memory.pinned
+
+    @property
+    def pool(self) -> ExpertPool:
+        assert self._pool is not None, "finish() was not called"
+        return self._pool
+
+    @property
+    def stream(self) -> LayerStream:
+        """The stream of long prefill steps, made when the first one runs."""
+        if self._stream is None:
+            self._stream = LayerStream(self.pool)
+        return self._stream
+
+    @property
+    def resident(self) -> bool:
+        """True if all experts are in GPU slots."""
+        return len(self.pool.memory) >= self.pool.slots.numel()
+
+    @cached_property
+    def layers(self) -> list[Experts]:
+        """The experts of each layer in consecutive slots, where all are resident."""
+        count, memory = self.plan.experts, self.pool.memory
+        made = []
+        for layer, like in enumerate(self._like):
+            experts = Experts.from_blobs(memory[layer * count : (layer + 1) * count], like)
+            made.append(experts if self._activation is None else replace(experts, activation=self._activation))
+        return made
+
+    def add_layer(
+        self, like: Mapping[str, Stack], activation: Activation | None, load: Callable[[Tensor], None]
+    ) -> "PooledExperts":
+        """Load the experts of one more layer; `load` fills the rows of a uint8 matrix [E, size] with blobs."""
+        size = aligned(blob_nbytes(like))
+        first, part = self.memory.allocate(self.plan.experts * size)
+        load(part.view(self.plan.experts, size))
+        self.memory.pin(part)
+        self._like.append({name: _shape_only(matrix) for name, matrix in like.items()})
+        self._firsts.append(first)
+        self._activation = activation
+        return PooledExperts(self, len(self._like) - 1)
+
+    def finish(self) -> None:
+        """Allocate the GPU slots and fill them with as many experts of every layer."""
+        sizes = [aligned(blob_nbytes(like)) for like in self._like]
+        size, (layers, count) = max(sizes), (len(sizes), self.plan.experts)
+        slots = min(self.plan.nbytes // size, layers * count)
+        if slots < self.plan.k:
+            raise SettingsError(
+                f"{format_nbytes(self.plan.nbytes)} of GPU memory for experts is too little: a token uses {self.plan.k} "
+                f"experts of {format_nbytes(size)} per layer. Give at least {format_nbytes(self.plan.k * size)}."
+            )
+        offsets = [[first + each * nbytes for each in range(count)] for first, nbytes in zip(self._firsts, sizes, strict=True)]
+        memory = torch.empty(slots, size, dtype=torch.uint8, device=self.device)
+        table = torch.tensor(offsets, dtype=torch.int64, device=self.device)
+        self._pool = ExpertPool.empty(memory, self.memory.memory, table, self._like, self._activation)
+        self._fill(sizes)
+        total = sum(size * count for size in sizes)
+        held = "all" if slots == layers * count else f"{slots} of {layers * count}"
+        self.notes.append(
+            f"experts: {held} are in GPU memory ({format_nbytes(memory.nbytes)} of {format_nbytes(total)}), "
+            f"all are in host memory."
+        )
+        if self.resident:
+            return
+        if not self.pinned:
+            self.notes.append(NOT_PINNED)
+        elif self.plan.cpu:
+            self.share_with_cpu()
+
+    def share_with_cpu(self, measure: bool = True) -> None:
+        """Start CPU threads for missing experts, and measure whether and how much they help."""
+        count, like, sizes = self.plan.experts, self._like[0], self.pool.nbytes
+        same = all(_formats(each) == _formats(like) for each in self._like)
+        reason = None if same and self._activation is None else "layers differ in format, or have another activation than silu"
+        if reason := reason or refuses_cpu(like):
+            self.notes.append(f"experts: missing ones are fetched, not computed on the CPU: {reason}.")
+            return
+        rows = [
+            self.memory.memory[first : first + count * size].view(count, size)
+            for first, size in zip(self._firsts, sizes, strict=True)
+        ]
+        self._split = CpuSplit(rows, like, self.device)
+        self._pool = replace(self.pool, mailbox=self._split.mailbox)
+        if not measure:
+            return
+        if reason := self._split.measure(self._pool, self.plan.k):
+            self.notes.append(f"experts: missing ones are fetched, not computed on the CPU: {reason}.")
+            self._split.stop()
+            self._pool, self._split = replace(self._pool, mailbox=None), None
+        else:
+            share = float(self._split.mailbox.fetched[4]) / 4
+            threads = self._split.worker.threads
+            self.notes.append(
+                f"experts: of four missing ones {4 * share:.1f} are fetched, {threads} CPU threads compute the others."
+            )
+
+    def before_step(self) -> None:
+        """Wake the CPU threads, which sleep when no step has used them for a while."""
+        if self._split is not None:
+            self._split.worker.wake()
+
+    def _fill(self, sizes: list[int]) -> None:
+        """Copy the first experts of every layer into slots."""
+        pool, (layers, count) = self.pool, self.pool.slots.shape
+        share, more = divmod(len(pool.memory), layers)
+        slot = 0
+        for layer, nbytes in enumerate(sizes):
+            here, first = min(count, share + (layer < more)), self._firsts[layer]
+            rows = pool.host[first : first + here * nbytes].view(here, nbytes)
+            pool.memory[slot : slot + here, :nbytes].copy_(rows, non_blocking=True)
+            pool.slots[layer, :here] = torch.arange(slot, slot + here, dtype=torch.int32, device=self.device)
+            pool.owners[slot : slot + here] = torch.arange(here, dtype=torch.int32, device=self.device) + layer * count
+            pool.uses[slot : slot + here] = 0.0
+            slot += here
+
+    def streams(self, pairs: int) -> bool:
+        """Return whether a step of so many (token, expert) pairs uses most experts, or more than there are slots."""
+        experts, slots = self.plan.experts, len(self.pool.memory)
+        return not self.resident and (pairs >= STREAM_PAIRS * experts or min(pairs, experts) > slots)
+
+    @property
+    def max_captured_tokens(self) -> int:
+        """Most tokens of a step that can be captured as a CUDA graph: longer ones are streamed by the host."""
+        if self.resident:
+            return 1 << 30
+        tokens = -(-STREAM_PAIRS * self.plan.experts // self.plan.k) - 1
+        slots = len(self.pool.memory)
+        return (tokens if slots >= self.plan.experts else min(tokens, slots // self.plan.k)) if self.pinned else 0
+
+    def cache_stats(self) -> ExpertCacheStatsByLayer:
+        """Return the statistics of the cache so far."""
+        if self._pool is None:
+            return ExpertCacheStatsByLayer()
+        state = self.pool.state.tolist()
+        streamed = (self._stream.hits, self._stream.misses) if self._stream is not None else (0, 0)
+        hits, fetched = state[HITS] + streamed[0], state[MISSES] + streamed[1]
+        nbytes = fetched * self.pool.memory.shape[1]
+        return ExpertCacheStatsByLayer(
+            ExpertCacheStats(hits=hits, misses=fetched + state[ON_CPU], nbytes=nbytes, on_cpu=state[ON_CPU])
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PooledExperts:
+    """Experts of one layer of a pool."""
+
+    store: GpuExpertPool
+    layer: int
+
+    def prefetch_with(self, predictor: ExpertPredictor | None) -> None:
+        """Do nothing: missing experts are fetched on the device."""
+
+    def forward(self, inputs: MixtureInput) -> Tensor:
+        """Route tokens, run their experts and add the result to the residual stream: [T, H]."""
+        store, layer = self.store, self.layer
+        given = inputs.x, inputs.scores, inputs.routing
+        added = inputs.residual, inputs.bias, inputs.shared, inputs.gate
+        if store.resident:
+            return mixture(*given, store.layers[layer], *added)
+        if store.streams(len(inputs.x) * inputs.routing.k):
+            return self._stream(inputs)
+        if not store.pinned:
+            fetch_experts.reference(route(inputs.scores, inputs.routing, inputs.bias)[0], store.pool, layer)
+            return mixture(*given, store.pool.layers[layer], *added)
+        return pooled_mixture(*given, store.pool, layer, *added)
+
+    def _stream(self, inputs: MixtureInput) -> Tensor:
+        store, results = self.store, []
+        if not store.stream.single_pass:
+            ids, weights = route(inputs.scores, inputs.routing, inputs.bias)
+            shared = shared_result(inputs.x, inputs.shared)
+            return combine(inputs.residual, self(inputs.x, ids, weights), shared, inputs.gate)
+
+        def work(experts: Experts) -> None:
+            added = inputs.residual, inputs.bias, inputs.shared, inputs.gate
+            results.append(mixture(inputs.x, inputs.scores, inputs.routing, experts, *added))
+
+        store.stream.run(self.layer, work)
+        return results[0]
+
+    def fetch(self, ids: Tensor) -> None:
+        """Do nothing: missing experts are fetched when they are used."""
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of every token's experts: x [T, H], ids and weights [T, k] -> [T, H]."""
+        if self.store.streams(ids.numel()):
+            return self._partial_sum(x, ids, weights, x.dtype)
+        return expert_mlp(x, ids, weights, self._fetched(ids))
+
+    def partial_sum(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the experts whose ids are not negative: [T, H] float32."""
+        return self._partial_sum(x, ids, weights, torch.float32)
+
+    def _partial_sum(self, x: Tensor, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        parts = x.new_zeros(*ids.shape, x.shape[1], dtype=torch.float32)
+        if self.store.streams(ids.numel()):
+            self.store.stream.run(self.layer, lambda experts: expert_parts(x, _present(ids, experts), experts, parts))
+        else:
+            expert_parts(x, ids, self._fetched(ids), parts)
+        return sum_parts(parts, weights, dtype)
+
+    def _fetched(self, ids: Tensor) -> Experts:
+        """Bring experts into slots and return the layer's."""
+        store = self.store
+        if store.resident:
+            return store.layers[self.layer]
+        (fetch_experts if store.pinned else fetch_experts.reference)(ids, store.pool, self.layer)
+        return store.pool.layers[self.layer]
+
+
+def _formats(like: Mapping[str, Stack]) -> list[Any]:
+    """Return shapes and formats of an expert's matrices."""
+    return [
+        (name, matrix.shape, matrix.dtype if isinstance(matrix, Tensor) else matrix.format) for name, matrix in like.items()
+    ]
+
+
+def _present(ids: Tensor, experts: Experts) -> Tensor:
+    """Return the ids of experts that are in slots, and -1 for the others."""
+    assert experts.slots is not None
+    return torch.where(experts.slots[ids.clamp_min(0).long()] >= 0, ids, -1)
+
+
+def _shape_only(matrix: Stack) -> Any:
+    """Return a matrix without memory, for its shape and format."""
+    return (
+        matrix.to("meta")
+        if isinstance(matrix, Tensor)
+        else replace(
+            matrix,
+            **{
+                part: array.to("meta")
+                for part in ("packed", "scales", "biases")
+                if (array := getattr(matrix, part)) is not None
+            },
+        )
+    )

@@ -1,0 +1,185 @@
+"""`LayerStream`: experts of long prefill steps, copied to the GPU one layer ahead of the layer that computes.
+
+A long prefill chunk uses nearly all experts of every layer. Cached ones are used in their slots. The others pass through a ring
+of slots that is borrowed from the pool, the least used ones: while a layer computes, the copy engine fills the slots of the
+next. Events order copies and kernels; the host only issues them. The ring's slots are in a row, so that experts in a row need
+one copy.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+import torch
+
+from auraflux.ops import ExpertPool, Experts
+from auraflux.ops.moe.pool import CLOCK, NEVER_USED
+
+RING_SHARE = 1.5  # slots of the ring at most, as a multiple of a layer's experts
+NEXT_SHARE = 1.4  # usual slots of the ring, as a multiple of the missing experts of a layer: room for some of the next
+
+
+@dataclass(eq=False)
+class _Layer:
+    """Copies of one layer: experts that still need a slot, slots of those that were issued, and the last copy's event."""
+
+    missing: deque[int]
+    slots: list[int] = field(default_factory=list)
+    copied: torch.cuda.Event | None = None
+
+
+class LayerStream:
+    """Streams experts through a pool.
+
+    hits, misses  experts that were cached, and those that were copied, in all steps so far
+    """
+
+    def __init__(self, pool: ExpertPool):
+        self.pool, (layers, self._count) = pool, pool.slots.shape
+        device, slots = pool.memory.device, len(pool.memory)
+        self.ring = min(slots, max(1, int(RING_SHARE * self._count)))
+        self.hits = self.misses = 0
+        self._stream = torch.cuda.Stream(device)
+        self._slots = torch.empty(layers, self._count, dtype=torch.int32, pin_memory=True)
+        self._owners = torch.empty(slots, dtype=torch.int32, pin_memory=True)
+        self._uses = torch.empty(slots, dtype=torch.float32, pin_memory=True)
+        # slots of this step's experts, a row per layer: those of the ring are in it too
+        self._map = torch.empty_like(self._slots, pin_memory=True)
+        self._device_map = torch.empty_like(pool.slots)
+        self._experts = [pool.experts_in(row, layer) for layer, row in enumerate(self._device_map)]
+        self._offsets = pool.offsets.cpu().numpy()
+        self._layers: list[_Layer] = []
+        # slots of the ring, each with the event after which it may be overwritten
+        self._free: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._ring_owners: dict[int, int] = {}
+        self._layer: int | None = None
+
+    @property
+    def single_pass(self) -> bool:
+        """True if the ring holds all experts of a layer at once."""
+        return self.ring >= self._count
+
+    def run(self, layer: int, work: Callable[[Experts], None]) -> None:
+        """Run a layer's experts: call `work` with all of them, or, unless `single_pass`, with some after the other."""
+        if self._layer is None or layer <= self._layer:
+            self._begin()
+        self._layer, mine = layer, self._layers[layer]
+        following = layer + 1 if layer + 1 < len(self._layers) else None
+        while True:
+            self._issue(layer)
+            complete = not mine.missing
+            if complete and following is not None:
+                # into slots that are free already: these copies overlap with this layer's kernels
+                self._issue(following)
+            done = self._compute(layer, mine, work)
+            self._free.extend((slot, done) for slot in mine.slots)
+            if complete:
+                break
+            # the row of the map changes between passes
+            done.synchronize()
+            self._map[layer].fill_(-1)
+            mine.slots = []
+        if following is None:
+            self._end()
+        else:
+            self._issue(following)
+
+    def _compute(self, layer: int, mine: _Layer, work: Callable[[Experts], None]) -> torch.cuda.Event:
+        """Run `work` after the copies that were issued, and return the event of its end."""
+        stream = torch.cuda.current_stream(self.pool.memory.device)
+        self._device_map[layer].copy_(self._map[layer], non_blocking=True)
+        if mine.copied is not None:
+            stream.wait_event(mine.copied)
+        work(self._experts[layer])
+        done = torch.cuda.Event()
+        done.record(stream)
+        return done
+
+    def _begin(self) -> None:
+        """Borrow the least used slots for the ring, and find which experts are missing."""
+        pool, count = self.pool, self._count
+        for host, table in ((self._slots, pool.slots), (self._owners, pool.owners), (self._uses, pool.uses)):
+            host.copy_(table)
+        slots, owners, uses = self._slots.view(-1).numpy(), self._owners.numpy(), self._uses.numpy()
+        ring = self._choose_ring(slots, owners, uses)
+        evicted = owners[ring]
+        slots[evicted[evicted >= 0]] = -1
+        owners[ring], uses[ring] = -1, NEVER_USED
+        self._push()
+        self._map.copy_(self._slots)
+        begun = torch.cuda.Event()
+        begun.record(torch.cuda.current_stream(pool.memory.device))
+        self._free = deque((slot, begun) for slot in ring.tolist())
+        self._layers = [_Layer(deque(np.flatnonzero(row < 0).tolist())) for row in self._slots.numpy()]
+        self._ring_owners = {}
+        missing = sum(len(each.missing) for each in self._layers)
+        self.misses, self.hits = self.misses + missing, self.hits + count * len(self._layers) - missing
+
+    def _choose_ring(self, slots: np.ndarray, owners: np.ndarray, uses: np.ndarray) -> np.ndarray:
+        """Return slots in a row whose experts were used least: room for any layer's missing experts and some of the next's."""
+        missing = (slots.reshape(-1, self._count) < 0).sum(1)
+        size = min(self.ring, int(NEXT_SHARE * missing.max()) + 8)
+        ring = _least_used(uses, size)
+        evicted = owners[ring]
+        missing = missing + np.bincount(evicted[evicted >= 0] // self._count, minlength=len(missing))
+        return ring if missing.max() <= size else _least_used(uses, self.ring)
+
+    def _issue(self, layer: int) -> None:
+        """Start to copy a layer's missing experts into the free slots of the ring."""
+        mine, awaited = self._layers[layer], None
+        if not mine.missing or not self._free:
+            return
+        with torch.cuda.stream(self._stream):
+            while mine.missing and self._free:
+                expert, slot, free = mine.missing[0], *self._free[0]
+                if free is not awaited:
+                    self._stream.wait_event(free)
+                    awaited = free
+                count = self._run_length(mine.missing, free)
+                self._copy(layer, expert, slot, count)
+                for number in range(count):
+                    mine.missing.popleft()
+                    self._free.popleft()
+                    self._map[layer, expert + number] = slot + number
+                    mine.slots.append(slot + number)
+                    self._ring_owners[slot + number] = layer * self._count + expert + number
+            mine.copied = torch.cuda.Event()
+            mine.copied.record(self._stream)
+
+    def _run_length(self, missing: deque[int], free: torch.cuda.Event) -> int:
+        """Return how many experts in a row go into slots in a row, so that one copy serves them."""
+        count = 1
+        for expert, (slot, event) in zip(islice(missing, 1, None), islice(self._free, 1, None), strict=False):
+            if expert != missing[0] + count or slot != self._free[0][0] + count or event is not free:
+                break
+            count += 1
+        return count
+
+    def _copy(self, layer: int, expert: int, slot: int, count: int) -> None:
+        """Copy experts that follow each other in host memory into slots that do."""
+        pool, nbytes, first = self.pool, self.pool.nbytes[layer], int(self._offsets[layer, expert])
+        source = pool.host[first : first + count * nbytes].view(count, nbytes)
+        pool.memory[slot : slot + count, :nbytes].copy_(source, non_blocking=True)
+
+    def _end(self) -> None:
+        """Leave the experts that the ring holds in the pool."""
+        slots, owners, uses = self._slots.view(-1).numpy(), self._owners.numpy(), self._uses.numpy()
+        now = int(self.pool.state[CLOCK]) / self.pool.half_life
+        for slot, owner in self._ring_owners.items():
+            slots[owner], owners[slot], uses[slot] = slot, owner, now
+        self._push()
+        self._layer = None
+
+    def _push(self) -> None:
+        """Copy the tables to the device."""
+        for host, table in ((self._slots, self.pool.slots), (self._owners, self.pool.owners), (self._uses, self.pool.uses)):
+            table.copy_(host, non_blocking=True)
+
+
+def _least_used(uses: np.ndarray, size: int) -> np.ndarray:
+    """Return so many slots in a row whose experts were used least."""
+    sums = np.concatenate([[0.0], np.exp2(uses.astype(np.float64) - uses.max()).cumsum()])
+    first = int((sums[size:] - sums[: len(sums) - size]).argmin())
+    return np.arange(first, first + size)
