@@ -21,6 +21,7 @@ from auraflux.weights.experts.pool.host_memory import MAPPED
 
 MOST_PAIRS, MOST_TOKENS = 32, 4
 TRIALS = 5
+THREAD_SHARE = 0.75  # of the cores: a thread that waits for a core delays all others
 LEAST_FETCHED = 1 / 8  # of the missing experts
 CLOSE = 0.97  # of the time of fetching all: the CPU must save more than the rest to be used
 
@@ -38,7 +39,8 @@ class CpuSplit:
     def __init__(self, blobs: list[Tensor], like: dict[str, Any], device: torch.device, threads: int | None = None):
         inner, hidden = like["up"].shape
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.worker = CpuExpertWorker(blobs, like, hidden, inner, threads or max(1, cores - 1), MOST_PAIRS, MOST_TOKENS)
+        threads = threads or max(1, int(THREAD_SHARE * cores))
+        self.worker = CpuExpertWorker(blobs, like, hidden, inner, threads, MOST_PAIRS, MOST_TOKENS)
         box, runtime = self.worker.mailbox, torch.cuda.cudart()
         if int(runtime.cudaHostRegister(box.memory.data_ptr(), box.memory.nbytes, MAPPED)) != 0:
             raise RuntimeError("the mailbox could not be pinned")

@@ -234,10 +234,10 @@ def _load_epilogue(epilogue, at, token):
 
 @gluon.jit
 def _await_answer(at, number, tid):
-    """Let the first thread wait until the CPU has answered a request."""
+    """Let the first thread wait until the CPU has answered a request, with pauses: every program polls host memory."""
     text: gl.constexpr = (
         "{.reg .pred p,q; .reg .b32 n; setp.ne.b32 p,$3,0; @p bra DONE; AGAIN: ld.acquire.sys.global.u32 n,[$1];"
-        "setp.ne.u32 q,n,$2; @q bra AGAIN; DONE: mov.b32 $0,0;}"
+        "setp.eq.u32 q,n,$2; @q bra DONE; nanosleep.u32 400; bra AGAIN; DONE: mov.b32 $0,0;}"
     )
     gl.inline_asm_elementwise(text, "=r,l,r,r,~{memory}", [at, number, tid], gl.int32, is_pure=False, pack=1)
 
