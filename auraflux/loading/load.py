@@ -79,7 +79,8 @@ def load(
                    GPU, or on disk, where a packed model has them
     gpu_memory     GPU memory for weights, KV cache, workspace and experts, such as "8GB", by default what is free; the CUDA
                    context is not part of it. Experts that do not fit stay in host memory
-    chunk          prefill chunk in tokens; by default 512, on a GPU 8192, or 4096 with experts in host memory and at most 16 GB
+    chunk          prefill chunk in tokens; by default 512, or up to 4096 with experts on disk; on a GPU 8192, or 4096 with
+                   experts in host memory and at most 16 GB
     max_sequences  sequences that decode in one batch; more wait in the queue
     cache_memory   memory for the KV cache, prefix cache included: "8GB", or "half" of the free memory; by default enough for
                    two sequences of full context

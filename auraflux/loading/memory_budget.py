@@ -22,6 +22,8 @@ from auraflux.weights.experts.store import ExpertStore
 from auraflux.weights.formats.stored import Checkpoint
 
 CONTEXT_SHARE = 4  # the default context fills at most one in so much of the free memory
+DISK_CHUNK = 4096  # most tokens of a prefill chunk by default, with experts on disk
+DISK_CHUNK_NBYTES = 1 << 29  # memory for the outputs of such a chunk's experts
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def plan_memory(
         experts.notes += why
         reserved = experts.plan.nbytes
         ranks = [_RankMemory(rank.layers, max(rank.free - reserved, rank.free // 2), rank.shapes) for rank in ranks]
-    dtype, chunk = activation_dtype(device), requested.chunk or requested.default_chunk
+    dtype, chunk = activation_dtype(device), requested.chunk or _default_chunk(source, requested, experts)
     longest = min(
         _context(requested.context, source.config.context, rank, source.settings, dtype, page_shard) for rank in ranks
     )
@@ -138,6 +140,15 @@ def plan_memory(
     return MemoryBudget(
         source.shapes if leader is None else ranks[0].shapes, ranks[0].layers, experts, settings, dtype, engine_sizes
     )
+
+
+def _default_chunk(source: ModelSource, requested: RequestedSizes, experts: ExpertStore | None) -> int:
+    """Return the tokens of a prefill chunk: more where each chunk reads the experts from disk again."""
+    if experts is None or experts.plan.mapped:
+        return requested.default_chunk
+    # a kernel writes the output of every (token, expert) pair in float32
+    token_nbytes = 4 * experts_per_token(source.checkpoint.config) * source.config.hidden
+    return max(requested.default_chunk, min(DISK_CHUNK, DISK_CHUNK_NBYTES // token_nbytes))
 
 
 def _less_weights(rank: _RankMemory, sizes: LayerSizes, checkpoint: Checkpoint, width: int) -> _RankMemory:
@@ -249,7 +260,8 @@ def open_experts(
     if files is not None and not files.files:
         return None
     if files is None:
-        if settings != ExpertSettings():
+        # all experts of such a model are computed on the device
+        if replace(settings, compute="auto") != ExpertSettings():
             raise SettingsError(
                 f"{checkpoint.path} is not packed, so all of its experts are loaded into memory. To offload experts to disk, "
                 f"run 'auraflux pack' on it first."

@@ -190,20 +190,20 @@ def test_a_gpu_prefills_on_while_sequences_end(full: bool, monkeypatch: pytest.M
     assert nothing_leaks(scheduler)
 
 
-def test_tokens_are_chosen_before_a_gpu_is_given_prompts(monkeypatch: pytest.MonkeyPatch):
-    """It does one thing after the other: tokens of a step that is done would wait for all that is read."""
+def test_tokens_are_sampled_before_prefill_is_queued_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """A GPU runs its queue in order: tokens of a finished step would wait for the prefill."""
     happened: list[str] = []
     monkeypatch.setattr(GraphRunner, "runs_ahead", True)
-    read, draw, decode = Engine.prefill, Sampler.__call__, Engine.decode
-    monkeypatch.setattr(Engine, "prefill", lambda self, *given: happened.append("prefill") or read(self, *given))
-    monkeypatch.setattr(Engine, "decode", lambda self, *given: happened.append("step") or decode(self, *given))
-    monkeypatch.setattr(Sampler, "__call__", lambda self, scores: happened.append("draw") or draw(self, scores))
+    prefill, sample, decode = Engine.prefill, Sampler.__call__, Engine.decode
+    monkeypatch.setattr(Engine, "prefill", lambda self, *given: happened.append("prefill") or prefill(self, *given))
+    monkeypatch.setattr(Engine, "decode", lambda self, *given: happened.append("decode") or decode(self, *given))
+    monkeypatch.setattr(Sampler, "__call__", lambda self, scores: happened.append("sample") or sample(self, scores))
     scheduler, prompts = scheduler_for("llama"), [prompt[:30] for prompt in prompts_of("llama")[:2]]
     (first,) = submit(scheduler, prompts[:1])
     scheduler.wait(lambda: len(first.generated.tokens) > 2)
     happened.clear()
     assert finish(scheduler, [first, *submit(scheduler, prompts[1:])]) == wanted("llama", "k8v4", prompts)
-    assert happened[:3] == ["draw", "read", "step"]
+    assert happened[:3] == ["sample", "prefill", "decode"]
     assert nothing_leaks(scheduler)
 
 
