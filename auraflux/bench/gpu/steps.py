@@ -1,10 +1,11 @@
 """The kernels that the steps of real models launch, compiled without a GPU: `python -m auraflux.bench.gpu.steps`.
 
 All of them are on the critical path. A model of a few layers is made of fake tensors (`ops/fake_tensor.py`) and runs prefill
-and decode as on Hopper.
+and decode as on Hopper, or as on another GPU with `--gpu`.
 """
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from auraflux.defaults import KV
 from auraflux.models import family
 from auraflux.ops import exact
 from auraflux.ops._dispatch import use_backend
-from auraflux.ops.fake_gpu import use_fake_gpu
-from auraflux.ops.gpu.capture import KernelVariant, capture_variants
+from auraflux.ops.fake_gpu import HOPPER, Capability, use_fake_gpu
+from auraflux.ops.gpu.capture import GPUS, KernelVariant, capture_variants
 from auraflux.ops.gpu.compile import Wanted, command
 from auraflux.quant import QTensor
 from auraflux.weights.formats.stored import Stored
@@ -44,9 +45,9 @@ class RowWeights(RandomWeights):
         return QTensor(packed, scales, biases, first.bits, first.group, (count, *first.shape))
 
 
-def step_builds(name: str, bits: int | None = 4, kv: str = KV) -> list[KernelVariant]:
+def step_builds(name: str, bits: int | None = 4, kv: str = KV, gpu: Capability = HOPPER) -> list[KernelVariant]:
     """Return the kernels that decode and prefill of a named shape launch, with weights of `bits` bits and this KV format."""
-    with capture_variants() as builds, use_fake_gpu(), use_backend("cuda"), exact(False):
+    with capture_variants() as builds, use_fake_gpu(gpu), use_backend("cuda"), exact(False):
         config = shape_of(name, LAYERS.get(name, 1))
         module = family(config)
         settings = module.Config.from_hf(config)
@@ -65,9 +66,9 @@ def _step(model: Any, cache: Cache, sequences: int, tokens: int) -> None:
     model.logits(hidden[:sequences])
 
 
-def shape_builds(name: str) -> list[Wanted]:
-    """Return all kernels of a shape, with 4-bit and with 8-bit weights."""
-    found = [build for bits, kv in ((4, KV), (8, "none")) for build in step_builds(name, bits, kv)]
+def shape_builds(source: str, gpus: Sequence[Capability] = GPUS) -> list[Wanted]:
+    """Return all kernels of a shape, the source, on the first of some GPUs, with 4-bit and with 8-bit weights."""
+    found = [build for bits, kv in ((4, KV), (8, "none")) for build in step_builds(source, bits, kv, gpus[0])]
     return [Wanted(build, critical=True) for build in {repr(build): build for build in found}.values()]
 
 

@@ -6,9 +6,9 @@ weights of a real model cost nothing.
 """
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
@@ -16,12 +16,12 @@ from triton.runtime import driver
 
 from auraflux.ops._cases import Args, Case, in_row_layout
 from auraflux.ops._dispatch import Declined, exact, invariant
-from auraflux.ops.fake_gpu import AMPERE, HOPPER, use_fake_gpu
+from auraflux.ops.fake_gpu import AMPERE, HOPPER, Capability, fake_capability, use_fake_gpu
 from auraflux.ops.fake_tensor import FakeTensors
 from auraflux.ops.gpu.launch import redirect_launches
 
-TARGET = GPUTarget("cuda", 90, 32)
 ALIGNED = [["tt.divisibility", 16]]
+GPUS = HOPPER, AMPERE  # between them all kernels are launched
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class KernelVariant:
     constants   values of these, by position; a member of a tuple has the tuple's position and its own
     attributes  known properties of the others, by position: multiples of 16
     options     of the launch: num_warps, num_stages, maxnreg
+    capability  of the GPU that launches it
     """
 
     kernel: str
@@ -40,6 +41,11 @@ class KernelVariant:
     constants: dict[tuple[int, ...], Any]
     attributes: dict[tuple[int, ...], list[Any]]
     options: dict[str, Any]
+    capability: Capability = HOPPER
+
+    @property
+    def target(self) -> GPUTarget:
+        return target_of(self.capability)
 
     @property
     def family(self) -> str:
@@ -92,20 +98,28 @@ def _assigned(name: str, value: Any) -> list[str]:
     return [each for member, its in members for each in _assigned(f"{name}.{member}", its)]
 
 
+def target_of(capability: Capability) -> GPUTarget:
+    """Return what Triton compiles for on a GPU."""
+    major, minor = capability
+    return GPUTarget("cuda", 10 * major + minor, 32)
+
+
 class CompileOnly:
-    """Stand-in for a GPU driver, which only says what to compile for."""
+    """Stand-in for the driver of the fake GPU, which only says what to compile for."""
 
     def get_current_target(self) -> GPUTarget:
-        return TARGET
+        return target_of(fake_capability() or HOPPER)
 
 
 def variant_of(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> KernelVariant:
     """Return the variant that a launch means; every step is Triton's own, as in `JITFunction.run`."""
     # Triton caches these per device: the target is the key of this one
-    *_, backend, binder = kernel.device_caches[TARGET]
+    capability = fake_capability() or HOPPER
+    *_, backend, binder = kernel.device_caches[target_of(capability)]
     bound, specialization, options = binder(*args, **named)
     _, signature, constants, attributes = kernel._pack_args(backend, named, bound, specialization, options)
-    return KernelVariant(f"{kernel.fn.__module__}:{kernel.fn.__name__}", signature, constants, attributes, options)
+    name = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
+    return KernelVariant(name, signature, constants, attributes, options, capability)
 
 
 @contextmanager
@@ -116,7 +130,8 @@ def capture_variants() -> Iterator[list[KernelVariant]]:
 
     def receive(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
         variant = variant_of(kernel, args, named)
-        if (key := repr(variant)) not in known:
+        # the same for two GPUs is compiled for the first
+        if (key := repr(replace(variant, capability=HOPPER))) not in known:
             known.add(key)
             variants.append(variant)
 
@@ -129,21 +144,24 @@ def capture_variants() -> Iterator[list[KernelVariant]]:
         driver._active = before
 
 
-def variants_of(case: Case) -> tuple[list[KernelVariant], list[KernelVariant]]:
-    """Return the variants that a case launches on Hopper and on the oldest GPU supported; then those inside `invariant`."""
+def variants_of(case: Case, gpus: Sequence[Capability] = GPUS) -> tuple[list[KernelVariant], list[KernelVariant]]:
+    """Return the variants that a case launches on some GPUs; then those inside `invariant`.
+
+    The arguments are arranged for the first of the GPUs.
+    """
     kernel = case.op.kernel("cuda")
     if kernel is None:
         return [], []
     with capture_variants() as variants:
-        with use_fake_gpu(HOPPER):
+        with use_fake_gpu(gpus[0]):
             args = in_row_layout(case.args())
-        _call(kernel, case, args)
+        _call(kernel, case, args, gpus)
     with capture_variants() as invariants, invariant():
-        _call(kernel, case, args)
+        _call(kernel, case, args, gpus)
     return variants, invariants
 
 
-def _call(kernel: Any, case: Case, args: Args) -> None:
-    for capability in (HOPPER, AMPERE):
+def _call(kernel: Any, case: Case, args: Args, gpus: Sequence[Capability]) -> None:
+    for capability in gpus:
         with use_fake_gpu(capability), exact(case.exact), suppress(Declined):
             kernel(**args)

@@ -1,10 +1,11 @@
-"""Compile the CUDA kernels for Hopper, on any machine: `python -m auraflux.ops.gpu.compile [FAMILY ...] [--first] [--json]`.
+"""Compile the CUDA kernels on any machine: `python -m auraflux.ops.gpu.compile [FAMILY ...] [--gpu 8.9] [--first] [--json]`.
 
-It compiles what the ops' cases launch (see `capture.py`): every variant that the shapes of large models launch
-(`gpu_cases.py`), which are on the critical path of decode or prefill, and of the others one for each kernel and the types of
-its arguments. It prints registers per thread, bytes of stack (spilled registers) and of shared memory, and, where all variants
-are compiled, the number of convergence barriers: where the compiler cannot see that a branch is warp-uniform, it emits every
-later shuffle and matrix product for lanes that may have diverged.
+By default it compiles what Hopper launches, and what only older GPUs launch; with `--gpu`, what a GPU of that compute
+capability launches. It compiles what the ops' cases launch (see `capture.py`): every variant that the shapes of large models
+launch (`gpu_cases.py`), which are on the critical path of decode or prefill, and of the others one for each kernel and the types
+of its arguments. It prints registers per thread, bytes of stack (spilled registers) and of shared memory, and, where all
+variants are compiled, the number of convergence barriers: where the compiler cannot see that a branch is warp-uniform, it emits
+every later shuffle and matrix product for lanes that may have diverged.
 """
 
 import argparse
@@ -19,11 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from auraflux.ops._cases import all_cases
 from auraflux.ops._dispatch import families
-from auraflux.ops.gpu.capture import TARGET, KernelVariant, variants_of
+from auraflux.ops.fake_gpu import Capability
+from auraflux.ops.gpu.capture import GPUS, KernelVariant, variants_of
+from auraflux.ops.gpu.device import SHARED_KB
 from auraflux.ops.gpu_cases import CRITICAL
 
 CONVERGENCE = "WARPSYNC.COLLECTIVE"
@@ -52,15 +55,18 @@ class Wanted:
     critical: bool
 
 
-Find = Callable[[str], list[Wanted]]
+class Find(Protocol):
+    """Return the variants that a source launches on some GPUs."""
+
+    def __call__(self, source: str, gpus: Sequence[Capability] = GPUS) -> list[Wanted]: ...
 
 
-def launches(family: str) -> list[Wanted]:
-    """Return all variants that a family's cases launch."""
+def launches(source: str, gpus: Sequence[Capability] = GPUS) -> list[Wanted]:
+    """Return all variants that the cases of a family, the source, launch on some GPUs."""
     found = []
     for case, critical in [*((case, True) for case in CRITICAL), *((case, False) for case in all_cases())]:
-        if case.op.family == family:
-            variants, invariants = variants_of(case)
+        if case.op.family == source:
+            variants, invariants = variants_of(case, gpus)
             found += [*(Wanted(variant, critical) for variant in variants), *(Wanted(variant, False) for variant in invariants)]
     return found
 
@@ -127,7 +133,10 @@ def _compile(variant: KernelVariant, instructions: bool) -> tuple[int, int, int,
     kernel = variant.find()
     make = GluonASTSource if kernel.is_gluon() else ASTSource
     source = make(kernel, variant.signature, variant.constants, variant.attributes)
-    made: Any = triton.compile(source, target=TARGET, options=dict(variant.options))
+    made: Any = triton.compile(source, target=variant.target, options=dict(variant.options))
+    limit = SHARED_KB[variant.capability] << 10
+    if made.metadata.shared > limit:
+        raise ValueError(f"{made.metadata.shared} bytes of shared memory are needed; there are {limit}")
     return *_resources(made.asm["cubin"], instructions), made.metadata.shared
 
 
@@ -147,10 +156,12 @@ def _resources(cubin: bytes, instructions: bool) -> tuple[int, int, int]:
     return registers, stack + local, text.count(CONVERGENCE)
 
 
-def compile_all(find: Find, sources: Sequence[str], first: bool, processes: int) -> list[Report]:
-    """Compile the variants found in some sources; with `first`, one variant of each kernel."""
+def compile_all(
+    find: Find, sources: Sequence[str], first: bool, processes: int, gpus: Sequence[Capability] = GPUS
+) -> list[Report]:
+    """Compile the variants found in some sources for some GPUs; with `first`, one variant of each kernel."""
     with _workers(processes) as run:
-        found = chosen([each for launches in run(find, sources) for each in launches])
+        found = chosen([each for launches in run(partial(find, gpus=gpus), sources) for each in launches])
         variants = first_of_each(found) if first else found
         return run(partial(compile_one, instructions=not first), variants)
 
@@ -170,6 +181,8 @@ def command(module: str, about: str, sources: Sequence[str], find: Find, argumen
     """Run a module that compiles what `find` finds in each source, or in those named on the command line."""
     parser = argparse.ArgumentParser(prog=module, description=about.splitlines()[0])
     parser.add_argument("source", nargs="*", help=f"one of {', '.join(sources)}; by default all")
+    gpus = {f"{major}.{minor}": (major, minor) for major, minor in SHARED_KB}
+    parser.add_argument("--gpu", choices=gpus, help="compute capability; by default 9.0, and 8.0 for what only that launches")
     parser.add_argument("--first", action="store_true", help="compile one variant of each kernel")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="by default one for each core")
     parser.add_argument("--json", action="store_true")
@@ -178,7 +191,8 @@ def command(module: str, about: str, sources: Sequence[str], find: Find, argumen
         parser.error(f"{', '.join(sorted(unknown))}: unknown name; known are {', '.join(sources)}")
     if os.environ.get("TRITON_INTERPRET"):
         parser.error("TRITON_INTERPRET is set; unset it: interpreted kernels cannot be compiled")
-    reports = compile_all(find, given.source or sources, given.first, given.processes)
+    wanted = GPUS if given.gpu is None else (gpus[given.gpu],)
+    reports = compile_all(find, given.source or sources, given.first, given.processes, wanted)
     if given.json:
         print(json.dumps([asdict(report) for report in reports]))
         return 0

@@ -20,7 +20,10 @@ NEEDS_HOPPER = "needs Hopper"
 SHARED_NBYTES = 227 << 10  # shared memory of one program on Hopper, at most
 MULTIPROCESSOR_NBYTES = 228 << 10  # of all programs of a multiprocessor, each with a kilobyte more than it allocates
 INTERPRETED_MULTIPROCESSORS = 4  # few, so that wrappers launch few large programs
-ASSUMED_MULTIPROCESSORS = {HOPPER: 132, AMPERE: 108}  # of an H200, of an A100
+# of GPUs that are not there: A100, RTX 3090, RTX 4090, H200, B200, RTX 5090
+ASSUMED_MULTIPROCESSORS = {AMPERE: 108, (8, 6): 82, (8, 9): 128, HOPPER: 132, (10, 0): 148, (12, 0): 170}
+# shared memory of one program at most, in KB; from NVIDIA's table of compute capabilities
+SHARED_KB = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99, (12, 1): 99}
 
 
 def ready(x: Tensor) -> None:

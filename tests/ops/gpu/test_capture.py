@@ -17,6 +17,15 @@ from auraflux.quant import quantize
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]
 # in a subprocess: this process has imported the kernels for the interpreter
+OTHER_GPU = """
+import json
+from auraflux.ops._cases import all_cases
+from auraflux.ops.gpu.capture import variants_of
+
+case = next(case for case in all_cases() if case.id == "route-qwen-one-token")
+found = {gpu: variants_of(case, [gpu])[0] for gpu in ((8, 9), (9, 0))}
+print(json.dumps([[each.name, each.target.arch] for variants in found.values() for each in variants]))
+"""
 PROGRAM = """
 import json, torch
 import triton, triton.language as tl
@@ -121,6 +130,14 @@ def test_a_launch_means_the_variant_that_triton_compiles():
     assert name.startswith("typed *bf16 *fp32:1 i32:16 i32 fp32 tensordesc<")
     assert name.endswith("c=None one=1 BLOCK=16 WIDE=True num_warps=8")
     assert [each.split()[0] for each in norm] == ["_rms"]
+
+
+def test_a_gpu_before_hopper_gets_no_early_launch():
+    """`griddepcontrol` needs Hopper; ptxas refuses it for any GPU before."""
+    older, hopper = output_of(OTHER_GPU)
+    assert (older[1], hopper[1]) == (89, 90)
+    assert "EARLY=False" in older[0]
+    assert "EARLY=True" in hopper[0]
 
 
 def test_large_tensors_are_not_filled_and_small_ones_are():
