@@ -2,8 +2,8 @@
 
 By default it compiles what Hopper launches, and what only older GPUs launch; with `--gpu`, what a GPU of that compute
 capability launches. It compiles what the ops' cases launch (see `capture.py`): every variant that the shapes of large models
-launch (`gpu_cases.py`), which are on the critical path of decode or prefill, and of the others one for each kernel and the types
-of its arguments. It prints registers per thread, bytes of stack (spilled registers) and of shared memory, and, where all
+launch (`gpu_cases.py`), which are on the critical path of decode or prefill, and of the others one per kernel and the types of
+its arguments. It prints registers per thread, bytes of stack (spilled registers) and of shared memory, and, where all
 variants are compiled, the number of convergence barriers: where the compiler cannot see that a branch is warp-uniform, it emits
 every later shuffle and matrix product for lanes that may have diverged.
 """
