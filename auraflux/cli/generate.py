@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from auraflux.cli.options.command import Command
+from auraflux.cli.options.early_checks import check_model
 from auraflux.cli.options.model import LOADING, RANKS, SAMPLING, load_model, model_argument, options, sampling
 from auraflux.cli.options.stdin import read_all
 from auraflux.cli.output.expert_stats import show_expert_stats, summary
@@ -17,7 +19,34 @@ if TYPE_CHECKING:
     from auraflux.scheduler.stats import Stats
 
 
-@click.command()
+EVERYDAY = (
+    "--prompt",
+    "--chat",
+    "--system",
+    "--max-tokens",
+    "--temperature",
+    "--top-p",
+    "--seed",
+    "--stop",
+    "--device",
+    "--kv",
+    "--context",
+    "--quantize",
+    "--gpu-memory",
+    "--expert-memory",
+    "--speculate",
+    "--stats",
+    "--json",
+)
+EXAMPLES = (
+    'auraflux generate -p "Once upon a time" -n 50',
+    'auraflux generate org/name -p "Why is the sky blue?" --chat',
+    "auraflux generate model.gguf -p - --chat < question.txt",
+    'auraflux generate packed-model -p "Hello" --expert-memory 4GB',
+)
+
+
+@click.command(cls=Command, everyday=EVERYDAY, examples=EXAMPLES)
 @model_argument
 @click.option("--prompt", "-p", "prompts", multiple=True, help="Prompt; - reads stdin. Several prompts run as one batch.")
 @click.option("--chat", is_flag=True, help="Send the prompt as a user message in the model's chat template.")
@@ -37,6 +66,7 @@ def generate(
     """
     prompts = tuple(read_all() if prompt == "-" else prompt for prompt in prompts)
     if not prompts:
+        check_model(model)
         raise InputError("there is no prompt. Give one with -p TEXT, or -p - to read stdin.")
     settings = sampling(chosen)
     chat = chat or system is not None
