@@ -11,7 +11,7 @@ import click
 from auraflux.cli.options.early_checks import Bits, check_loading
 from auraflux.cli.options.importing import importing
 from auraflux.cli.options.renamed import Renamed
-from auraflux.cli.options.settings import cache_settings, load_options
+from auraflux.cli.options.settings import cache_settings, expert_settings
 from auraflux.defaults import AUTO, CALIBRATE, KV, KV_OF, RECENT_WINDOW, SINK_TOKENS
 from auraflux.errors import SettingsError
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from auraflux.cache import CacheSettings
     from auraflux.distributed.parallel import Parallel
     from auraflux.loading.language_model import LanguageModel
+    from auraflux.loading.options import LoadOptions
     from auraflux.progress import Report
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -216,6 +217,32 @@ def options(group: list[Callable[[Command], Command]]) -> Callable[[Command], Co
         return command
 
     return add
+
+
+def load_options(
+    chosen: dict[str, Any], kv: "CacheSettings", parallel: "Parallel | None", report: "Report | None"
+) -> "LoadOptions":
+    """Return the load options; those that only a server has may be missing."""
+    from auraflux.loading.options import LoadOptions
+
+    return LoadOptions(
+        device=chosen["device"],
+        kv=kv,
+        quantize=chosen["quantize"],
+        exact=chosen["exact"],
+        invariant=chosen["invariant"],
+        graphs=chosen["graphs"],
+        context=chosen["context"],
+        cache_memory=chosen.get("cache_memory"),
+        prefix_disk=chosen.get("prefix_disk"),
+        prefix_folder=chosen.get("prefix_folder"),
+        expert_memory=expert_settings(chosen),
+        gpu_memory=chosen.get("gpu_memory"),
+        calibrate=chosen["calibrate"],
+        speculate=chosen["speculate"],
+        parallel=parallel,
+        report=report,
+    )
 
 
 def load_model(
