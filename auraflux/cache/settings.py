@@ -5,13 +5,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from auraflux.defaults import AUTO, KV, KV_OF, RECENT_WINDOW, SINK_TOKENS
+from auraflux.defaults import AUTO, KV, KV_BITS, KV_OF, RECENT_WINDOW, SINK_TOKENS
 from auraflux.errors import SettingsError
-from auraflux.ops.turboquant.codebook import BITS
 from auraflux.renamed import renamed_fields
 
 Bits = tuple[int, int]
 MAX_FULL_PRECISION = 1 << 24  # tokens
+# names of other engines
+PEER_FORMATS = {
+    **dict.fromkeys(("f32", "f16", "fp16", "bf16", "float16", "bfloat16", "16"), "none"),
+    **dict.fromkeys(("q8_0", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "8"), "k8v8"),
+    **dict.fromkeys(("q4_0", "q4_1", "iq4_nl", "fp4", "int4", "4"), "k4v4"),
+}
 
 
 class Shape(Protocol):
@@ -31,10 +36,12 @@ def parse_kv(name: str) -> Bits | None:
     name = KV if name == AUTO else name
     found = re.fullmatch(r"k(\d)v(\d)", name)
     if found is None:
-        raise SettingsError(f"kv={name!r} is neither 'none' nor a pair of bits such as k8v4, k4v4, k4v2 or k3v3.")
+        similar = f"; the nearest to {name} is {PEER_FORMATS[name]}" if name in PEER_FORMATS else ""
+        raise SettingsError(f"kv={name!r:.80} is neither 'none' nor a pair of bits such as k8v4, k4v4, k4v2 or k3v3{similar}.")
     key, value = int(found[1]), int(found[2])
-    if key not in BITS or value not in BITS:
-        raise SettingsError(f"kv={name!r} has no codebook: keys and values may have {', '.join(map(str, BITS))} bits.")
+    if key not in KV_BITS or value not in KV_BITS:
+        bits = ", ".join(map(str, KV_BITS))
+        raise SettingsError(f"kv={name!r} is not supported: keys and values may have {bits} bits, such as k8v4 or k4v4.")
     return key, value
 
 

@@ -19,11 +19,12 @@ from auraflux.cli.follow import follow
 from auraflux.cli.generate import generate
 from auraflux.cli.inspect import inspect
 from auraflux.cli.ops import ops
+from auraflux.cli.options.command import Group
 from auraflux.cli.options.environment import check_environment
 from auraflux.cli.output.failure import Failure, describe_os_error, discard_output, escape_unencodable, open_output, print_error
 from auraflux.cli.pack import pack
 from auraflux.cli.plan import plan
-from auraflux.cli.pull import pull
+from auraflux.cli.pull import list_models, pull
 from auraflux.cli.serve import serve
 from auraflux.errors import AurafluxError
 from auraflux.machine import is_out_of_memory
@@ -31,7 +32,7 @@ from auraflux.machine import is_out_of_memory
 INTERRUPTED = 130
 
 
-class Program(click.Group):
+class Program(Group):
     """A group whose commands may raise this package's errors and be interrupted without a traceback."""
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -68,5 +69,6 @@ def main() -> None:
     """Very large mixture-of-experts language models on modest machines."""
 
 
-for command in (generate, chat, serve, follow, pull, inspect, convert, pack, plan, ops, doctor, evaluate, diff, bench):
+COMMANDS = generate, chat, serve, follow, pull, list_models, inspect, convert, pack, plan, ops, doctor, evaluate, diff, bench
+for command in COMMANDS:
     main.add_command(command)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from auraflux.cli.generate import figures
+from auraflux.cli.options.command import Command
 from auraflux.cli.options.model import LOADING, RANKS, SAMPLING, load_model, model_argument, options, sampling
 from auraflux.cli.options.stdin import read_line, stdin
 from auraflux.cli.output.expert_stats import show_expert_stats
@@ -24,7 +25,28 @@ HELP = """\
 Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer."""
 
 
-@click.command()
+EVERYDAY = (
+    "--system",
+    "--max-tokens",
+    "--temperature",
+    "--top-p",
+    "--seed",
+    "--device",
+    "--kv",
+    "--context",
+    "--quantize",
+    "--gpu-memory",
+    "--expert-memory",
+    "--speculate",
+)
+EXAMPLES = (
+    "auraflux chat",
+    'auraflux chat org/name --system "Answer in one sentence."',
+    "auraflux chat model.gguf --gpu-memory 8GB",
+)
+
+
+@click.command(cls=Command, everyday=EVERYDAY, examples=EXAMPLES)
 @model_argument
 @click.option("--system", metavar="TEXT", help="System message.")
 @options(LOADING)

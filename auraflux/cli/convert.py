@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from auraflux.cli.options.command import Command
+from auraflux.cli.options.early_checks import Bits, check_model
 from auraflux.cli.options.renamed import Renamed
 
 if TYPE_CHECKING:
@@ -24,10 +26,13 @@ group_size_option = click.option(
 )
 
 
-@click.command()
+EXAMPLES = ("auraflux convert org/name model-4bit --bits 4",)
+
+
+@click.command(cls=Command, examples=EXAMPLES)
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
-@click.option("--bits", type=int, default=4, show_default=True, help="Bits per weight: 2, 3, 4, 5, 6 or 8.")
+@click.option("--bits", type=Bits(), default=4, show_default=True, help="Bits per weight: 2, 3, 4, 5, 6 or 8.")
 @group_size_option
 @click.option("--force", is_flag=True, help="Overwrite an existing model folder.")
 def convert(source: str, target: Path, bits: int, group: int, force: bool) -> None:
@@ -36,6 +41,7 @@ def convert(source: str, target: Path, bits: int, group: int, force: bool) -> No
     SRC is a folder of safetensors, a GGUF file or a name; DST is the folder to write, which auraflux and mlx-lm load. Weights
     already quantized to --bits or fewer are copied unchanged, and so are quantized embeddings. DST appears when it is complete.
     """
+    check_model(source)
     from auraflux.models import family
     from auraflux.progress import on_terminal
     from auraflux.weights.convert.mlx_folder import convert as write

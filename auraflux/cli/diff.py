@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from auraflux.cli.options.command import Command
+from auraflux.cli.options.early_checks import check_loading
 from auraflux.cli.options.model import LOADING, load_model, model_argument, options
 from auraflux.cli.options.renamed import Renamed
 from auraflux.cli.options.stdin import read_all
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
 MAX_CHARACTERS = 40  # of a token that is shown
 
 
-@click.command()
+EXAMPLES = ("auraflux diff model.gguf -p 'The sky is blue' --b '--kv none --exact'",)
+
+
+@click.command(cls=Command, examples=EXAMPLES)
 @model_argument
 @click.option(
     "--a", "first", default="", metavar="OPTIONS", help="First configuration: options of 'generate', and --prefill-chunk N."
@@ -31,9 +36,11 @@ def diff(model: str | None, first: str, second: str, prompt: str, as_json: bool)
 
     Prints the first token and layer that differ, and the error. Both prefill the same prompt, --prefill-chunk tokens per step.
     """
+    configurations = [_configuration(words) for words in (first, second)]
+    for each in configurations:
+        check_loading(model, each)
     from auraflux.eval.divergence import compare_traces
 
-    configurations = [_configuration(words) for words in (first, second)]
     text = read_all() if prompt == "-" else prompt
     (a, tokens), (b, _) = (_trace(model, each, text) for each in configurations)
     found = compare_traces(a, b)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import click
 
+from auraflux.cli.options.command import Command
+from auraflux.cli.options.early_checks import check_model
 from auraflux.cli.output.failure import Failure
 
 NEEDED = (
@@ -52,7 +54,13 @@ class Finding:
     advice: str | None = None
 
 
-@click.command()
+EXAMPLES = (
+    "auraflux doctor",
+    "auraflux doctor --compile model.gguf",
+)
+
+
+@click.command(cls=Command, examples=EXAMPLES)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--compile", "compile_for", metavar="MODEL", help="Compile the CPU kernels of MODEL ahead of time.")
 def doctor(as_json: bool, compile_for: str | None) -> None:
@@ -81,6 +89,7 @@ def doctor(as_json: bool, compile_for: str | None) -> None:
 
 def _compile(model: str) -> None:
     """Load a model on the CPU, which compiles its kernels."""
+    check_model(model)
     from auraflux.loading.load import load
     from auraflux.ops.simd.compile.ahead import wait_for_background
     from auraflux.ops.simd.compile.cache_folder import CACHE_FOLDER

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from auraflux.cli.options.command import Command
+from auraflux.cli.options.early_checks import Bits, check_device, check_model
 from auraflux.cli.options.model import model_argument, options
 from auraflux.cli.options.renamed import notice
 from auraflux.errors import InputError, SettingsError
@@ -89,7 +91,7 @@ OPTIONS = [
     ),
     _lengths("--speed", "speeds", "128,1024", "Decode speed: context lengths, or none."),
     click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
-    click.option("--quantize", type=int, metavar="BITS", help="Quantize dense weights for all settings, none included."),
+    click.option("--quantize", type=Bits(), metavar="BITS", help="Quantize dense weights for all settings, none included."),
     click.option("--exact/--fast", default=True, help="Use float32 or int8 activations; speed is always measured with int8."),
     click.option(
         "--calibrate", default="auto", show_default=True, metavar="auto|FILE", help="Key calibration: auto, or a saved file."
@@ -98,7 +100,26 @@ OPTIONS = [
 ]
 
 
-@click.command("eval")
+EVERYDAY = (
+    "--text",
+    "--kv",
+    "--peers",
+    "--window",
+    "--windows",
+    "--needle",
+    "--speed",
+    "--device",
+    "--quantize",
+    "--json",
+    "--save",
+)
+EXAMPLES = (
+    "auraflux eval model.gguf",
+    "auraflux eval model.gguf --kv none,k8v4,k4v4 --needle 1024,4096 --save results",
+)
+
+
+@click.command("eval", cls=Command, everyday=EVERYDAY, examples=EXAMPLES)
 @model_argument
 @options(OPTIONS)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -113,6 +134,8 @@ def evaluate(model: str | None, as_json: bool, save: Path | None, **chosen: Any)
     kivi4, kivi2, mlx4. Changes follow a plus: sink_tokens, recent_window, skip_first_layers, skip_last_layers, sparse_v, seed,
     quantize, and calibrate (all, off, centres or scales).
     """
+    check_device(chosen["device"])
+    check_model(model)
     from auraflux.bench.report import save as write
     from auraflux.engine.calibration import OFF
     from auraflux.eval.plot import check_folder, draw_all

@@ -4,10 +4,12 @@ import os
 
 import click
 
+from auraflux.cli.options.command import Command
+from auraflux.cli.options.early_checks import check_model
 from auraflux.cli.options.model import hush_torch, timeout_option
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("address")
 @click.argument("model")
 @timeout_option
@@ -20,6 +22,7 @@ def follow(address: str, model: str, rank_timeout: float, wire: str, restart: bo
     MODEL must have the same files as on rank 0. Ranks trust each other and their network: use a private one.
     """
     hush_torch()
+    check_model(model)
     from auraflux.distributed.comm.slow_link import find_link
     from auraflux.distributed.follower import follow as run_follower
     from auraflux.distributed.parallel import PORT, address_of

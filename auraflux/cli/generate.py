@@ -1,12 +1,15 @@
 """`auraflux generate`: complete a prompt, or answer a message, once."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from auraflux.cli.options.command import Command
+from auraflux.cli.options.early_checks import check_model
 from auraflux.cli.options.model import LOADING, RANKS, SAMPLING, load_model, model_argument, options, sampling
 from auraflux.cli.options.stdin import read_all
 from auraflux.cli.output.expert_stats import show_expert_stats, summary
@@ -17,7 +20,35 @@ if TYPE_CHECKING:
     from auraflux.scheduler.stats import Stats
 
 
-@click.command()
+FINISH_REASONS = {"stop": "end token", "stop_string": "stop string", "length": "token limit", "cancelled": "interrupted"}
+EVERYDAY = (
+    "--prompt",
+    "--chat",
+    "--system",
+    "--max-tokens",
+    "--temperature",
+    "--top-p",
+    "--seed",
+    "--stop",
+    "--device",
+    "--kv",
+    "--context",
+    "--quantize",
+    "--gpu-memory",
+    "--expert-memory",
+    "--speculate",
+    "--stats",
+    "--json",
+)
+EXAMPLES = (
+    'auraflux generate -p "Once upon a time" -n 50',
+    'auraflux generate org/name -p "Why is the sky blue?" --chat',
+    "auraflux generate model.gguf -p - --chat < question.txt",
+    'auraflux generate packed-model -p "Hello" --expert-memory 4GB',
+)
+
+
+@click.command(cls=Command, everyday=EVERYDAY, examples=EXAMPLES)
 @model_argument
 @click.option("--prompt", "-p", "prompts", multiple=True, help="Prompt; - reads stdin. Several prompts run as one batch.")
 @click.option("--chat", is_flag=True, help="Send the prompt as a user message in the model's chat template.")
@@ -37,14 +68,23 @@ def generate(
     """
     prompts = tuple(read_all() if prompt == "-" else prompt for prompt in prompts)
     if not prompts:
+        check_model(model)
         raise InputError("there is no prompt. Give one with -p TEXT, or -p - to read stdin.")
     settings = sampling(chosen)
     chat = chat or system is not None
+    # spaces alone are a prompt, but not a message
+    if not all(prompt.strip() if chat else prompt for prompt in prompts):
+        raise InputError("the prompt is empty. Give one with -p TEXT, or -p - to read stdin.")
     loaded = load_model(model, chosen, chat=chat, sequences=len(prompts))
     one, several = (loaded.chat, loaded.chat_batch) if chat else (loaded.generate, loaded.generate_batch)
     inputs: list[Any] = [_messages(prompt, system) for prompt in prompts] if chat else list(prompts)
     if len(inputs) == 1:
-        outputs = _stream(one(inputs[0], **settings), as_json)
+        try:
+            outputs = _stream(one(inputs[0], **settings), as_json)
+        except KeyboardInterrupt:
+            if not as_json:
+                click.echo(f"\n{figures(loaded.stats, loaded.engine.cache.settings.kv)}", err=True)
+            raise
     else:
         outputs = several(inputs, **settings)
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -77,10 +117,12 @@ def _stream(deltas: Iterable[str], quiet: bool) -> list[str]:
 
 def figures(stats: "Stats", kv: str) -> str:
     """Summarize a generation in one line."""
-    parts = [f"prompt {_tokens(stats.prompt_tokens)}, {stats.prefill_rate:.1f}/s"]
+    parts = [f"prompt {_tokens(stats.prompt_tokens)}{_rate(stats.prefill_rate)}"]
     if stats.reused_tokens:
         parts[0] += f" ({stats.reused_tokens} reused)"
-    parts.append(f"generated {_tokens(stats.tokens)}, {stats.decode_rate:.1f}/s")
+    parts.append(f"generated {_tokens(stats.tokens)}{_rate(stats.decode_rate)}")
+    if stats.finish_reasons:
+        parts[-1] += f" ({_finish(stats.finish_reasons)})"
     if stats.drafted:
         parts[-1] += f", {stats.tokens_per_step:.1f} per step, accepted {stats.accepted} of {stats.drafted} draft tokens"
     cache = f"KV cache {size(stats.cache_nbytes)}"
@@ -96,6 +138,17 @@ def figures(stats: "Stats", kv: str) -> str:
     if stats.invariant:
         parts.append("batch-invariant")
     return " · ".join(parts)
+
+
+def _rate(per_s: float) -> str:
+    """Format a throughput; nothing where there was none, as after a single token."""
+    return f", {per_s:.1f}/s" if per_s else ""
+
+
+def _finish(reasons: tuple[str, ...]) -> str:
+    """Say why the sequences ended."""
+    counts = Counter(FINISH_REASONS.get(reason, reason) for reason in reasons)
+    return ", ".join(reason if n == len(reasons) else f"{n} {reason}" for reason, n in counts.most_common())
 
 
 def _tokens(count: int) -> str:

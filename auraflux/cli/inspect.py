@@ -2,11 +2,14 @@
 
 import json
 from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from auraflux.cli.output.units import memory_size
+from auraflux.cli.options.command import Command
+from auraflux.cli.options.early_checks import Bits, check_model, check_sizes
+from auraflux.cli.output.units import count, memory_size
 
 if TYPE_CHECKING:
     from auraflux.weights.memory_plan import TensorTotals
@@ -14,13 +17,22 @@ if TYPE_CHECKING:
 SYMBOLS = {"now": "[green]✓[/green]", "alone": "[yellow]~[/yellow]", "no": "[red]✗[/red]"}
 
 
-@click.command()
+EXAMPLES = (
+    "auraflux inspect model.gguf",
+    "auraflux inspect org/name --gpu-memory 8GB",
+)
+
+
+@click.command(cls=Command, examples=EXAMPLES)
 @click.argument("path", metavar="[MODEL]", required=False)
-@click.option("--quantize", type=int, metavar="BITS", help="Count dense weights as if quantized to this many bits.")
+@click.option("--quantize", type=Bits(), metavar="BITS", help="Count dense weights as if quantized to this many bits.")
 @click.option("--gpu-memory", metavar="SIZE", help="Show how a GPU divides this much memory; by default what is free on it.")
 @click.option("--expert-memory", metavar="SIZE", help="Show an expert cache of this size: a packed model's, or that of a GPU.")
+@click.option("--headers", is_flag=True, help="Show only what the files' headers say: at once, and for any model type.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def inspect(path: str | None, quantize: int | None, gpu_memory: str | None, expert_memory: str | None, as_json: bool) -> None:
+def inspect(
+    path: str | None, quantize: int | None, gpu_memory: str | None, expert_memory: str | None, headers: bool, as_json: bool
+) -> None:
     """Show a model's layers and formats, and the memory it needs.
 
     MODEL is a folder, a GGUF file or a name; without it, the built-in model. Memory is that of the weights and the KV cache of
@@ -35,6 +47,11 @@ def inspect(path: str | None, quantize: int | None, gpu_memory: str | None, expe
     On a machine with a GPU, or with --gpu-memory, it shows how the memory is divided between weights, KV cache, workspace and
     expert slots, and the host memory for experts that have no slot.
     """
+    check_sizes({"gpu_memory": gpu_memory, "expert_memory": expert_memory})
+    if headers:
+        _inspect_headers(path, as_json)
+        return
+    check_model(path)
     from auraflux.progress import on_terminal
     from auraflux.weights.download.pull import locate
 
@@ -44,6 +61,25 @@ def inspect(path: str | None, quantize: int | None, gpu_memory: str | None, expe
         click.echo(json.dumps(found, indent=2))
     else:
         _show(found)
+
+
+def _inspect_headers(name: str | None, as_json: bool) -> None:
+    from auraflux.progress import on_terminal
+    from auraflux.weights.download.pull import locate
+    from auraflux.weights.formats.headers import read_headers
+
+    with on_terminal() as report:
+        path = locate(name, report)
+    found = read_headers(path)
+    if as_json:
+        click.echo(json.dumps({"path": str(path), **asdict(found)}, indent=2))
+        return
+    parameters = "" if found.parameters is None else f"{count(found.parameters)} parameters, "
+    context = "" if found.context is None else f"; context {found.context}"
+    click.echo(f"{path}\n{found.model_type} ({found.form}){context}")
+    click.echo(f"{parameters}{found.tensors} tensors, {memory_size(found.nbytes)} on disk")
+    for kind, nbytes in found.formats.items():
+        click.echo(f"  {kind:8} {memory_size(nbytes):>10}  {nbytes / max(1, found.nbytes):4.0%}")
 
 
 def _collect(path: str, bits: int | None, gpu_memory: str | None, expert_memory: str | None) -> dict[str, Any]:
@@ -147,7 +183,7 @@ def _show(found: dict[str, Any]) -> None:
     layers = ", ".join(f"{count} x {title}" for title, count in found["layers"].items())
     console.print(f"[bold]{escape(found['path'])}[/bold]")
     console.print(f"{found['model_type']} ({found['form']}); {layers}; context {found['context']}")
-    console.print(f"{_count(total['parameters'])} parameters, {memory_size(total['nbytes'])} on disk")
+    console.print(f"{count(total['parameters'])} parameters, {memory_size(total['nbytes'])} on disk")
     for note in found["notes"]:
         console.print(f"[yellow]note[/yellow] {escape(note)}")
     console.print(_shares("part", found["parts"], total))
@@ -201,7 +237,7 @@ def _shares(title: str, shares: dict[str, dict[str, int]], total: dict[str, int]
     for name, share in [*shares.items(), ("[bold]all[/bold]", total)]:
         each = f"{share['memory_nbytes'] * 8 / max(1, share['parameters']):.2f}"
         sizes = memory_size(share["nbytes"]), memory_size(share["memory_nbytes"])
-        table.add_row(name, str(share["tensors"]), _count(share["parameters"]), *sizes, each)
+        table.add_row(name, str(share["tensors"]), count(share["parameters"]), *sizes, each)
     return table
 
 
@@ -234,10 +270,3 @@ def _memory(found: dict[str, Any]) -> Any:
         ]
         table.add_row(setting["kv"], *(cells or ["[dim]not supported[/dim]"]))
     return table
-
-
-def _count(number: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return str(number)

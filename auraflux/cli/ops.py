@@ -5,13 +5,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from auraflux.cli.options.command import Command
+from auraflux.cli.options.early_checks import Bits
 from auraflux.cli.output.failure import Failure
 
 if TYPE_CHECKING:
     from auraflux.ops._dispatch import Op
 
 
-@click.command()
+EXAMPLES = (
+    "auraflux ops",
+    "auraflux ops --explain linear all",
+)
+
+
+@click.command(cls=Command, examples=EXAMPLES)
 @click.option("--check", is_flag=True, help="Run every case on every kernel of this machine; show errors and declined cases.")
 @click.option(
     "--explain",
@@ -32,7 +40,7 @@ if TYPE_CHECKING:
 @click.option(
     "--at", type=click.IntRange(1, 1 << 24), metavar="N", help="With --explain model: context length; by default 1024."
 )
-@click.option("--quantize", type=int, metavar="BITS", help="With --explain model: bits per weight; by default 4.")
+@click.option("--quantize", type=Bits(), metavar="BITS", help="With --explain model: bits per weight; by default 4.")
 @click.option("--exact", is_flag=True, default=None, help="With --explain model: float32 activations.")
 @click.option("--invariant", is_flag=True, default=None, help="With --explain model: batch-invariant kernels.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

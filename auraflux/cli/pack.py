@@ -5,12 +5,19 @@ from pathlib import Path
 import click
 
 from auraflux.cli.convert import group_size_option, write_tokenizer
+from auraflux.cli.options.command import Command
+from auraflux.cli.options.early_checks import Bits, check_model
+
+EXAMPLES = (
+    "auraflux pack org/name packed-model --quantize 4",
+    'auraflux generate packed-model -p "Hello" --expert-memory 4GB',
+)
 
 
-@click.command()
+@click.command(cls=Command, examples=EXAMPLES)
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
-@click.option("--quantize", "bits", type=int, metavar="BITS", help="Quantize weights to 2, 3, 4, 5, 6 or 8 bits.")
+@click.option("--quantize", "bits", type=Bits(), metavar="BITS", help="Quantize weights to 2, 3, 4, 5, 6 or 8 bits.")
 @group_size_option
 @click.option(
     "--for",
@@ -30,6 +37,7 @@ def pack(source: str, target: Path, bits: int | None, group: int, device: str, f
 
     DST is written as DST.partial and renamed when it is complete. Run the same command again to resume after an interruption.
     """
+    check_model(source)
     from auraflux.engine import calibration
     from auraflux.models import family
     from auraflux.models.config import experts_per_token

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from auraflux.cli.options.command import Command
+from auraflux.cli.options.early_checks import check_model, check_sizes
 from auraflux.cli.options.model import hush_torch
 from auraflux.cli.options.renamed import Renamed
 from auraflux.errors import SettingsError
@@ -15,7 +17,13 @@ if TYPE_CHECKING:
 DEFAULT_NETWORK = "1gbe"
 
 
-@click.command()
+EXAMPLES = (
+    "auraflux plan model.gguf --gpu-memory 8GB",
+    "auraflux plan model.gguf --hosts 16GB,32GB --network 1gbe",
+)
+
+
+@click.command(cls=Command, examples=EXAMPLES)
 @click.argument("model")
 @click.option(
     "--hosts",
@@ -54,8 +62,13 @@ def plan(model: str, hosts: str | None, gpu_memory: str | None, as_json: bool, *
     Estimates are bytes divided by bandwidth: they show which placement to try, not what a benchmark will measure.
     """
     hush_torch()
+    from auraflux.cache.settings import parse_kv
+
     if (hosts is None) == (gpu_memory is None):
         raise SettingsError("give --hosts, or --gpu-memory for one GPU.")
+    check_sizes({"gpu_memory": gpu_memory})
+    parse_kv(chosen["kv"])
+    check_model(model)
     if hosts is None:
         _plan_gpu(model, gpu_memory, chosen["kv"], chosen["context"], as_json)
         return

@@ -1,11 +1,23 @@
-"""`auraflux pull`: download a model and print its path."""
+"""`auraflux pull` and `auraflux list`: download a model; list those that are downloaded."""
 
+import json
 import os
+from dataclasses import asdict
+from typing import Any
 
 import click
 
+from auraflux.cli.options.command import Command
+from auraflux.cli.output.units import size
+from auraflux.errors import AurafluxError
 
-@click.command()
+EXAMPLES = (
+    "auraflux pull",
+    "auraflux pull org/name/model.Q4_K_M.gguf",
+)
+
+
+@click.command(cls=Command, examples=EXAMPLES)
 @click.argument("name", required=False)
 def pull(name: str | None) -> None:
     """Download a model and print its path.
@@ -21,3 +33,47 @@ def pull(name: str | None) -> None:
         path = locate(name, report)
     # as bytes: a file name need not be valid text
     click.echo(os.fsencode(path))
+
+
+@click.command("list", cls=Command, examples=("auraflux list", "auraflux list --json"))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_models(as_json: bool) -> None:
+    """List the downloaded models.
+
+    Every other command takes the name in the first column. Only the files' headers are read.
+    """
+    from auraflux.weights.download.local_models import local_models
+    from auraflux.weights.formats.headers import read_headers
+
+    rows: list[dict[str, Any]] = []
+    for name, path in local_models():
+        try:
+            rows.append({"name": name, "path": str(path), **asdict(read_headers(path)), "error": None})
+        except AurafluxError as err:
+            rows.append({"name": name, "path": str(path), "error": str(err)})
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+    elif rows:
+        _show(rows)
+    else:
+        click.echo("no model is downloaded yet. 'auraflux pull' downloads the built-in one.", err=True)
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from auraflux.cli.output.screen import stdout
+    from auraflux.cli.output.units import count
+
+    table = Table("name")
+    for title, justify in (("size", "right"), ("parameters", "right"), ("model type", "left"), ("weights", "left")):
+        table.add_column(title, justify=justify)  # type: ignore[arg-type]
+    for row in rows:
+        if row["error"] is not None:
+            table.add_row(escape(row["name"]), "", "", "[red]cannot be read[/red]", escape(row["error"]))
+            continue
+        parameters = "" if row["parameters"] is None else count(row["parameters"])
+        weights = ", ".join(list(row["formats"])[:3])
+        table.add_row(escape(row["name"]), size(row["nbytes"]), parameters, escape(row["model_type"]), escape(weights))
+    stdout().print(table)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from auraflux.cli.options.command import Command
+from auraflux.cli.options.early_checks import check_loading
 from auraflux.cli.options.model import options
 from auraflux.cli.options.serve import SERVING, front_settings
 from auraflux.cli.options.served_model import open_model_process
@@ -23,7 +25,31 @@ if TYPE_CHECKING:
 log = logging.getLogger("auraflux")
 
 
-@click.command()
+EVERYDAY = (
+    "--host",
+    "--port",
+    "--name",
+    "--api-key",
+    "--max-sequences",
+    "--cache-memory",
+    "--prefix-disk",
+    "--parallel",
+    "--device",
+    "--kv",
+    "--context",
+    "--quantize",
+    "--gpu-memory",
+    "--expert-memory",
+    "--speculate",
+)
+EXAMPLES = (
+    "auraflux serve model.gguf",
+    "auraflux serve org/name --host 0.0.0.0 --api-key KEY",
+    "auraflux serve model.gguf --max-sequences 16 --cache-memory 8GB",
+)
+
+
+@click.command(cls=Command, everyday=EVERYDAY, examples=EXAMPLES)
 @options(SERVING)
 @options(REPLICAS)
 def serve(model: str | None, host: str, port: int, log_json: bool, on_ray: bool, replicas: str, **chosen: Any) -> None:
@@ -33,6 +59,7 @@ def serve(model: str | None, host: str, port: int, log_json: bool, on_ray: bool,
     Endpoints: OpenAI's chat completions, completions and responses, and Anthropic's messages; a chat page at /, metrics at
     /metrics.
     """
+    check_loading(model, chosen)
     settings = front_settings(host, log_json, chosen)
     if on_ray:
         run_replicas(model, host, port, replicas, settings, chosen)

@@ -100,6 +100,7 @@ class LanguageModel:
                 self.scheduler.cancel(sequence)
         if sequences:
             self._measure(self.stats, [_stats_of(each[-1]) for each in outputs], before)
+            self.stats.finish_reasons = tuple(_finish_reason(each[-1]) for each in outputs)
         return ["".join(output.text for output in each) for each in outputs]
 
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -132,9 +133,14 @@ class LanguageModel:
                 output = outputs.popleft()
                 if output.stats is not None:
                     self._measure(stats, [output.stats], before)
+                    stats.finish_reasons = (_finish_reason(output),)
                     _raise_failure(sequence)
                 yield sequence, output
         finally:
+            # an interrupt, or a caller that takes no more
+            if sequence.finish_reason is None:
+                self._measure(stats, [sequence.stats()], before)
+                stats.finish_reasons = ("cancelled",)
             self.scheduler.cancel(sequence)
 
     def _request(self, prompt: list[int], sampling: dict[str, Any], ends: frozenset[int] | None = None) -> Request:
@@ -195,6 +201,10 @@ def _tokens_of(outputs: Iterator[tuple[RunningSequence, Output]]) -> Iterator[in
 def _stats_of(output: Output) -> RequestStats:
     assert output.stats is not None, "the last output carries the request's statistics"
     return output.stats
+
+
+def _finish_reason(output: Output) -> str:
+    return str(output.finish_reason) if output.stop_string is None else "stop_string"
 
 
 def _raise_failure(sequence: RunningSequence) -> None:

@@ -37,8 +37,9 @@ class ModelSource:
     def open(cls, path: Path, settings: CacheSettings, mtp: bool, ranks: Parallel | None) -> "ModelSource":
         """Open a model folder or a GGUF file; `mtp` if its MTP head drafts tokens."""
         checkpoint = open_checkpoint(path)
-        watch = FileWatch(checkpoint.files())
+        # before the weights: a model that is not supported is the better reason
         module = family(checkpoint.config)
+        watch = FileWatch(checkpoint.files())
         settings = settings.for_family(family_name(checkpoint.config))
         config = module.Config.from_hf(checkpoint.config)
         shapes = module.make_caches(config)

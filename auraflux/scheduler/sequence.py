@@ -90,9 +90,10 @@ class Sequence:
         """Emit the last output."""
         self.finish_reason = reason
         error = None if self.failure is None else str(self.failure)
-        self.on_output(Output(text, tokens, logprobs, reason, self.generated.stop_string, error, self._stats()))
+        self.on_output(Output(text, tokens, logprobs, reason, self.generated.stop_string, error, self.stats()))
 
-    def _stats(self) -> RequestStats:
+    def stats(self) -> RequestStats:
+        """Return the statistics so far."""
         now = time.perf_counter()
         kv, draft = self.kv_sequence, self.draft_state
         return RequestStats(

@@ -21,6 +21,7 @@ class Stats:
     drafted                draft tokens verified, see `speculative/speculation.py`
     accepted               draft tokens accepted
     experts                expert cache statistics of a packed model; None where all experts are resident
+    finish_reasons         "stop", "stop_string", "length" or "cancelled", of each sequence
     invariant              whether batch-invariant results were requested (`--invariant`); a CPU always gives them
     """
 
@@ -36,6 +37,7 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     experts: ExpertCacheStatsByLayer | None = None
+    finish_reasons: tuple[str, ...] = ()
     invariant: bool = False
 
     def set(self, requests: Iterable[RequestStats]) -> None:

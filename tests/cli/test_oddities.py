@@ -111,7 +111,6 @@ def test_a_destination_that_cannot_be(tmp_path: Path):
         (["--context", "99999999999"], "context=99999999999 needs "),
         (["--context", "1" + "0" * 30], "must be an integer from 1 to 1,099,511,627,776"),
         (["--context", "0"], "context=0 must be an integer"),
-        (["--quantize", "99"], "99 bits in groups of 64 is not a format"),
         (["--recent-window", "1" + "0" * 20], "recent_window=100000000000000000000 is more than"),
         (["--sparse-v", "nan"], "sparse_v=nan is a share of the attention weights"),
         (["--temperature", "1e400"], "temperature=inf must be from 0 to 1,000,000"),

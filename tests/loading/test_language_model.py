@@ -242,7 +242,7 @@ def test_requests_that_do_not_fit_are_refused(
 
 
 def test_settings_are_refused_before_anything_is_loaded():
-    with pytest.raises(SettingsError, match="kv='k5v5' has no codebook"):
+    with pytest.raises(SettingsError, match="kv='k5v5' is not supported"):
         auraflux.load(tiny(), kv="k5v5")
     with pytest.raises(SettingsError, match="context=0 must be an integer from 1"):
         auraflux.load(tiny(), context=0)

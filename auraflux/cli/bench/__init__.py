@@ -15,6 +15,7 @@ from auraflux.cli.bench.serve import bench_serve
 from auraflux.cli.bench.signals import busy
 from auraflux.cli.bench.speculate import bench_speculate
 from auraflux.cli.bench.stream import bench_stream
+from auraflux.cli.options.command import Command, Group
 from auraflux.cli.output.failure import Failure
 from auraflux.cli.output.units import size
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from auraflux.ops._cases import Case
 
 
-@click.group()
+@click.group(cls=Group)
 def bench() -> None:
     """Measure speed."""
 
@@ -35,7 +36,7 @@ bench.add_command(bench_speculate)
 bench.add_command(bench_stream)
 
 
-@bench.command("ops")
+@bench.command("ops", cls=Command)
 @click.option("--op", "names", multiple=True, metavar="NAME", help="Only this op; may be given several times.")
 @click.option("--case", metavar="NAME", help="Only cases of this name; * matches any characters.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")

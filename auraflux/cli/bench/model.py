@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from auraflux.cli.options.command import Command
+from auraflux.cli.options.early_checks import check_loading
 from auraflux.cli.options.model import LOADING, load_model, model_argument, options
+from auraflux.cli.options.settings import cache_settings, expert_settings
+from auraflux.cli.output.phases import phases
 from auraflux.cli.output.units import size
 from auraflux.errors import SettingsError
 
@@ -26,7 +30,28 @@ if TYPE_CHECKING:
 BITS = 4  # of random weights, unless --quantize says otherwise
 
 
-@click.command("model")
+EVERYDAY = (
+    "--at",
+    "--batch",
+    "--tokens",
+    "--repeat",
+    "--random",
+    "--shape",
+    "--layers",
+    "--device",
+    "--kv",
+    "--quantize",
+    "--gpu-memory",
+    "--expert-memory",
+    "--json",
+)
+EXAMPLES = (
+    "auraflux bench model model.gguf --at 1024",
+    "auraflux bench model --random --shape llama-8b --layers 4",
+)
+
+
+@click.command("model", cls=Command, everyday=EVERYDAY, examples=EXAMPLES)
 @model_argument
 @click.option("--shape", metavar="NAME", help="With --random: the shape of a known model, such as qwen3-30b-a3b.")
 @click.option("--random", "invented", is_flag=True, help="Fill --shape with random weights; no checkpoint is needed.")
@@ -69,29 +94,29 @@ def bench_model(
 
     Prompts are random tokens. Contenders alternate, so that other load on the machine affects all of them.
     """
-    from rich.console import Console
-
+    if not invented and shape is None:
+        if chosen["routing"] is not None:
+            raise SettingsError("--routing needs --random: a real model has its own router.")
+        check_loading(model, chosen)
     from auraflux.bench.model import Ours, check_lengths, measure
 
     contenders: list[Any]
-    if invented or shape is not None:
-        at = list(lengths) or [1024]
-        loaded = random_loaded(model, shape, invented, layers, batch, max(at) + 2 * tokens, chosen)
-        name, contenders = f"{shape}, random weights", [Ours(loaded.scheduler, batch, _pool(loaded))]
-    elif chosen["routing"] is not None:
-        raise SettingsError("--routing needs --random: a real model has its own router.")
-    else:
-        loaded = load_model(model, chosen, sequences=batch)
-        at = list(lengths) or [n for n in (128, 512, 2048) if n + tokens <= loaded.context]
-        check_lengths(at, tokens, loaded.context)
-        name = loaded.path.name
-        contenders = [
-            Ours(loaded.scheduler, batch, _pool(loaded)),
-            *(_llama_cpp(loaded, max(at) + tokens) if peers and batch == 1 else []),
-        ]
-    stderr = Console(stderr=True)
-    with stderr.status("") as status:
-        found = list(measure(contenders, at, loaded.engine.model.config.vocab, tokens, repeat, status.update))
+    with phases() as progress:
+        if invented or shape is not None:
+            at = list(lengths) or [1024]
+            progress(f"making random weights of {shape}")
+            loaded = random_loaded(model, shape, invented, layers, batch, max(at) + 2 * tokens, chosen)
+            name, contenders = f"{shape}, random weights", [Ours(loaded.scheduler, batch, _pool(loaded))]
+        else:
+            loaded = load_model(model, chosen, sequences=batch)
+            at = list(lengths) or [n for n in (128, 512, 2048) if n + tokens <= loaded.context]
+            check_lengths(at, tokens, loaded.context)
+            name = loaded.path.name
+            contenders = [
+                Ours(loaded.scheduler, batch, _pool(loaded)),
+                *(_llama_cpp(loaded, max(at) + tokens) if peers and batch == 1 else []),
+            ]
+        found = list(measure(contenders, at, loaded.engine.model.config.vocab, tokens, repeat, progress))
     document = _document(name, contenders[0], found, profile and invented)
     if as_json:
         click.echo(json.dumps(document, indent=2))
@@ -118,7 +143,6 @@ def random_loaded(
     """Make the model of --random and --shape."""
     from auraflux.bench.random_weights import random_language
     from auraflux.bench.shapes import shape_of
-    from auraflux.cli.options.model import cache_settings
     from auraflux.engine.device import find_device
     from auraflux.weights.experts.settings import parse_nbytes
 
@@ -156,7 +180,6 @@ def _random_experts(chosen: dict[str, Any], device: "torch.device") -> "RandomEx
 
 def _gpu_request(chosen: dict[str, Any], device: "torch.device") -> "GpuRequest | None":
     """Return the GPU memory that --gpu-memory and --expert-memory request; refuse options of packed experts."""
-    from auraflux.cli.options.model import expert_settings
     from auraflux.engine.device import free_device_nbytes
     from auraflux.loading.gpu_division import GpuRequest
     from auraflux.weights.experts.settings import ExpertSettings, parse_nbytes

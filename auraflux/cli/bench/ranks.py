@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from auraflux.cli.bench.signals import ended_by_signals
-from auraflux.cli.options.model import EXPERTS, expert_settings, hush_torch, options
+from auraflux.cli.options.command import Command
+from auraflux.cli.options.early_checks import Bits, check_model
+from auraflux.cli.options.model import EXPERTS, hush_torch, options
 from auraflux.cli.options.renamed import Renamed
+from auraflux.cli.options.settings import expert_settings
 
 if TYPE_CHECKING:
     from auraflux.bench.distributed.ranks import RanksRun
 
 
-@click.command("ranks")
+EXAMPLES = ("auraflux bench ranks model.gguf --parallel pipeline=2",)
+
+
+@click.command("ranks", cls=Command, examples=EXAMPLES)
 @click.argument("model")
 @click.option(
     "--parallel",
@@ -46,7 +52,7 @@ if TYPE_CHECKING:
     help="Batch size of the batched run.",
 )
 @click.option("--kv", default="k4v4", show_default=True, metavar="KXVY", help="Bits of keys and values, or none.")
-@click.option("--quantize", type=int, metavar="BITS", help="Quantize dense weights to this many bits while loading.")
+@click.option("--quantize", type=Bits(), metavar="BITS", help="Quantize dense weights to this many bits while loading.")
 @options(EXPERTS)
 @click.option("--disk", metavar="SIZE", help="Simulate a disk of this bandwidth per second for each rank: 50MB.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -57,6 +63,7 @@ def bench_ranks(model: str, layouts: tuple[str, ...], networks: tuple[str, ...],
     Slower networks are simulated: messages are delayed by their latency and bandwidth.
     """
     hush_torch()
+    check_model(model)
     from auraflux.bench.distributed.ranks import bench_ranks as measure
     from auraflux.distributed.comm.slow_link import LINKS, find_link
     from auraflux.distributed.parallel import parse_parallel

@@ -13,6 +13,8 @@ import click
 from click.core import ParameterSource
 
 from auraflux.cli.bench.signals import ended_by_signals
+from auraflux.cli.options.command import Command
+from auraflux.cli.options.early_checks import check_loading
 from auraflux.cli.options.model import LOADING, model_argument, options
 from auraflux.cli.options.renamed import Renamed
 from auraflux.cli.output.failure import Failure
@@ -62,7 +64,29 @@ ASKING = [
 ]
 
 
-@click.command("serve")
+EVERYDAY = (
+    "--url",
+    "--clients",
+    "--rate",
+    "--prompt-tokens",
+    "--tokens",
+    "--requests",
+    "--max-sequences",
+    "--random",
+    "--shape",
+    "--device",
+    "--kv",
+    "--json",
+    "--save",
+    "--plot",
+)
+EXAMPLES = (
+    "auraflux bench serve model.gguf --clients 1,8",
+    "auraflux bench serve served-name --url http://127.0.0.1:8000",
+)
+
+
+@click.command("serve", cls=Command, everyday=EVERYDAY, examples=EXAMPLES)
 @model_argument
 @options(SERVER)
 @options(ASKING)
@@ -85,6 +109,8 @@ def bench_serve(model: str | None, as_json: bool, save: Path | None, plot: Path 
     from auraflux.cli.bench.serve_table import show
     from auraflux.machine import load, this_machine
 
+    if chosen["url"] is None and not chosen["invented"]:
+        check_loading(model, chosen)
     clients, rates = _levels(chosen)
     if chosen["shared"] > chosen["prompt_tokens"]:
         raise InputError(f"--shared {chosen['shared']} is more than --prompt-tokens {chosen['prompt_tokens']}.")

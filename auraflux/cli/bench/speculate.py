@@ -8,12 +8,29 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from auraflux.cli.bench.model import random_loaded
+from auraflux.cli.options.command import Command
+from auraflux.cli.options.early_checks import check_loading
 from auraflux.cli.options.model import LOADING, load_model, model_argument, options
+from auraflux.cli.output.phases import phases
 from auraflux.errors import InputError
 
 if TYPE_CHECKING:
     from auraflux.bench.speculation import Gain
     from auraflux.loading.language_model import LanguageModel
+
+
+EVERYDAY = (
+    "--speculate",
+    "--tokens",
+    "--random",
+    "--shape",
+    "--draft-layers",
+    "--accept",
+    "--device",
+    "--kv",
+    "--json",
+)
+EXAMPLES = ("auraflux bench speculate model.gguf --speculate ngram",)
 
 
 def _tasks(
@@ -45,7 +62,7 @@ def _forced(
     return measure_forced(whole, small.engine, output, at, accept, repeat, progress)
 
 
-@click.command("speculate")
+@click.command("speculate", cls=Command, everyday=EVERYDAY, examples=EXAMPLES)
 @model_argument
 @click.option("--tokens", type=click.IntRange(min=2), default=200, show_default=True, help="Tokens to decode for each task.")
 @click.option("--random", "invented", is_flag=True, help="Fill --shape with random weights, with a smaller draft model.")
@@ -87,18 +104,20 @@ def bench_speculate(
     --speculate names the source of draft tokens, by default ngram.
     With --random: 1 to 8 draft tokens in every step, accepted at a given rate; the output is forced.
     """
-    from rich.console import Console
+    if not invented and shape is None:
+        check_loading(model, chosen)
     from rich.table import Table
 
     from auraflux.cli.output.screen import stdout
 
-    with Console(stderr=True).status("") as status:
+    with phases() as progress:
         if invented or shape is not None:
+            progress(f"making random weights of {shape}")
             sizes: dict[str, Any] = {"shape": shape, "invented": invented, "batch": 1, "context": at + tokens + 16}
             whole, small = (random_loaded(model, layers=count, chosen=chosen, **sizes) for count in (layers, draft_layers))
-            found = list(_forced(whole, small, at, tokens, accept, repeat, status.update))
+            found = list(_forced(whole, small, at, tokens, accept, repeat, progress))
         else:
-            found = list(_tasks(model, tokens, repeat, chosen, status.update))
+            found = list(_tasks(model, tokens, repeat, chosen, progress))
     if as_json:
         click.echo(json.dumps([asdict(gain) for gain in found], indent=2))
         return

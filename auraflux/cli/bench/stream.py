@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from auraflux.cli.bench.signals import busy, ended_by_signals
+from auraflux.cli.options.command import Command
 from auraflux.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 BAR = 30  # characters of the longest bar
 
 
-@click.command("stream")
+@click.command("stream", cls=Command)
 @click.option(
     "--shape",
     "shape_text",

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from auraflux.cli.options.early_checks import Bits, check_loading
 from auraflux.cli.options.importing import importing
 from auraflux.cli.options.renamed import Renamed
+from auraflux.cli.options.settings import cache_settings, expert_settings
 from auraflux.defaults import AUTO, CALIBRATE, KV, KV_OF, RECENT_WINDOW, SINK_TOKENS
 from auraflux.errors import SettingsError
 
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from auraflux.loading.language_model import LanguageModel
     from auraflux.loading.options import LoadOptions
     from auraflux.progress import Report
-    from auraflux.weights.experts.settings import ExpertSettings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -89,7 +90,7 @@ calibrate_option = click.option(
     "off uses none, FILE holds saved ones.",
 )
 LOADING = [
-    click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
+    click.option("--device", default="auto", show_default=True, metavar="DEVICE", help="auto, cpu or cuda."),
     click.option(
         "--kv",
         default=AUTO,
@@ -140,7 +141,7 @@ LOADING = [
     click.option(
         "--context", type=int, metavar="N", help="Maximum tokens of a sequence; by default as many as model and memory allow."
     ),
-    click.option("--quantize", type=int, metavar="BITS", help="Quantize dense weights to this many bits while loading."),
+    click.option("--quantize", type=Bits(), metavar="BITS", help="Quantize dense weights to this many bits while loading."),
     click.option(
         "--graph/--no-graph",
         "graphs",
@@ -205,7 +206,6 @@ SAMPLING = [
     click.option("--seed", type=int, help="Seed of the sampler; the same seed gives the same output."),
     click.option("--stop", multiple=True, metavar="TEXT", help="Stop string; may be given several times."),
 ]
-CACHE_NAMES = ("skip_first_layers", "skip_last_layers", "sink_tokens", "recent_window", "sparse_v")
 
 
 def options(group: list[Callable[[Command], Command]]) -> Callable[[Command], Command]:
@@ -217,29 +217,6 @@ def options(group: list[Callable[[Command], Command]]) -> Callable[[Command], Co
         return command
 
     return add
-
-
-def cache_settings(chosen: dict[str, Any]) -> "CacheSettings":
-    """Return the KV cache settings of the options."""
-    from auraflux.cache import CacheSettings
-
-    return CacheSettings(chosen["kv"], **{name: chosen[name] for name in CACHE_NAMES})
-
-
-def expert_settings(chosen: dict[str, Any]) -> "ExpertSettings":
-    """Return the expert cache settings of the options."""
-    from auraflux.weights.experts.settings import ExpertSettings
-
-    memory, io, host_memory = (chosen[f"expert_{name}"] for name in ("memory", "io", "host_memory"))
-    return ExpertSettings(
-        memory,
-        io,
-        host_memory,
-        prefetch=chosen["expert_prefetch"],
-        verify=chosen["verify"],
-        balance=chosen["expert_balance"],
-        compute=chosen["experts"],
-    )
 
 
 def load_options(
@@ -277,6 +254,7 @@ def load_model(
     report: "Report | None" = None,
 ) -> "LanguageModel":
     """Load a model as the options say and print its notes; `chat` if chat templates are rendered."""
+    check_loading(model, chosen)
     if chosen.get("ranks"):
         hush_torch()
     if chat:
@@ -322,8 +300,6 @@ def _parallel(model: str | None, chosen: dict[str, Any]) -> "Parallel | None":
     """Return the parallelism of the options; a process that torchrun started as another rank serves it and exits."""
     text = chosen.get("ranks")
     if not text:
-        if chosen.get("rank_hosts"):
-            raise SettingsError("--hosts needs --parallel, such as --parallel pipeline=2; without it there is one rank.")
         return None
     from auraflux.distributed.comm.devices import under_torchrun
     from auraflux.distributed.parallel import parse_parallel

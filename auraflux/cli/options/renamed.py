@@ -29,9 +29,9 @@ class Renamed(click.Option):
         return super().handle_parse_result(ctx, opts, args)
 
 
-def notice(ctx: click.Context, old: str, new: str) -> None:
+def notice(ctx: click.Context, old: str, new: str, verb: str = "is now") -> None:
     """Print the new spelling, once per command line."""
     printed = ctx.meta.setdefault(PRINTED, set())
     if old not in printed:
         printed.add(old)
-        click.echo(f"note: {old} is now {new}.", err=True)
+        click.echo(f"note: {old} {verb} {new}.", err=True)

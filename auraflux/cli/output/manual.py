@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from auraflux.cli.options.command import SHOW_ALL
 from auraflux.cli.options.environment import environment
 from auraflux.cli.output.kernels_page import kernels_page
 from auraflux.cli.output.ops_page import ops_page
@@ -13,7 +14,7 @@ from auraflux.cli.output.ops_page import ops_page
 HEAD = """\
 # The command line
 
-Every command and its options, as `--help` prints them, and the [environment variables](#environment-variables).
+Every command and its options, as `--help-all` prints them, and the [environment variables](#environment-variables).
 Written by `make docs`.
 """
 WIDTH = 100
@@ -33,6 +34,7 @@ def _sections(command: click.Command, parent: click.Context | None, name: str) -
     # a fixed width, so the page does not depend on the terminal
     width = {"terminal_width": WIDTH, "max_content_width": WIDTH}
     context = command.make_context(name, [], parent, resilient_parsing=True, **width)
+    context.meta[SHOW_ALL] = True
     yield f"## {context.command_path}\n\n```\n{command.get_help(context).strip()}\n```\n"
     if isinstance(command, click.Group):
         for child in command.list_commands(context):

@@ -1,4 +1,4 @@
-"""Human-readable byte counts."""
+"""Human-readable counts of bytes and parameters."""
 
 
 def size(nbytes: int, digits: int = 2) -> str:
@@ -16,3 +16,11 @@ def _in_units(nbytes: int, digits: int, units: tuple[tuple[str, int], ...]) -> s
         if nbytes >= factor:
             return f"{nbytes / factor:.{digits}f} {unit}"
     return f"{nbytes} B"
+
+
+def count(number: int) -> str:
+    """Format a count in powers of 1000."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)

@@ -66,6 +66,17 @@ def locate(name: str | None = None, report: Report = _no_report) -> Path:
           "org/name@revision", or "org/name/file.gguf"); None for the default model
     """
     name = DEFAULT if name is None else name
+    path = find_local(name)
+    if path is not None:
+        return path
+    if name.lower() in BUILT_IN:
+        return _built_in(name.lower(), report)
+    repository, revision, file = _on_hub(name)
+    return from_hub(repository, revision, file, report)
+
+
+def find_local(name: str) -> Path | None:
+    """Return the path that a name is; None for one that may be downloaded. Uses no network."""
     if not name:
         raise FormatError("the model's name is empty. Omit it for the built-in model.")
     try:
@@ -75,8 +86,13 @@ def locate(name: str | None = None, report: Report = _no_report) -> Path:
     # the name is too long, or its ~user is unknown
     except (OSError, RuntimeError) as err:
         raise FormatError(f"there is no model {shown(name)}: {getattr(err, 'strerror', None) or err}.") from err
-    if name.lower() in BUILT_IN:
-        return _built_in(name.lower(), report)
+    if name.lower() not in BUILT_IN:
+        _on_hub(name)
+    return None
+
+
+def _on_hub(name: str) -> tuple[str, str | None, str | None]:
+    """Return the repository, revision and file of a name on the Hugging Face hub."""
     found = re.fullmatch(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w][\w.-]*))?(?:/(.+\.gguf))?", name)
     if found is None:
         known = ", ".join(BUILT_IN)
@@ -84,7 +100,7 @@ def locate(name: str | None = None, report: Report = _no_report) -> Path:
             f"there is no model {shown(name)}: no such folder or file, and neither a built-in name ({known}) nor a repository "
             "on the Hugging Face hub (org/name)."
         )
-    return from_hub(found[1], found[2], found[3], report)
+    return found[1], found[2], found[3]
 
 
 def _built_in(name: str, report: Report) -> Path:

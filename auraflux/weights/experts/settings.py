@@ -2,10 +2,13 @@
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from auraflux.errors import SettingsError
 from auraflux.renamed import renamed_fields
-from auraflux.weights.experts.packed_files import ExpertFiles
+
+if TYPE_CHECKING:
+    from auraflux.weights.experts.packed_files import ExpertFiles
 
 IO = ("auto", "mapped", "direct")
 BALANCE = ("auto", "on", "off")
@@ -107,7 +110,7 @@ class ExpertCachePlan:
     reason: str
 
 
-def plan_expert_cache(files: ExpertFiles, k: int, budget: int, io: str = "auto") -> ExpertCachePlan:
+def plan_expert_cache(files: "ExpertFiles", k: int, budget: int, io: str = "auto") -> ExpertCachePlan:
     """Plan mapped files or cache slots for a model whose tokens use k experts per layer."""
     slot_nbytes, total = sum(file.stride for file in files.files), files.nbytes
     sizes = f"{format_nbytes(total)} of experts, {total / max(budget, 1):.0%} of the {format_nbytes(budget)} budget"

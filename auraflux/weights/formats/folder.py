@@ -16,11 +16,12 @@ from auraflux.errors import FormatError
 from auraflux.quant import KINDS, QTensor, mxfp4
 from auraflux.weights.experts.packed_files import ExpertFiles, has_experts, open_experts
 from auraflux.weights.experts.row_table import Extent, TablePart
-from auraflux.weights.fields import NAME, ConfigFile, Fields
+from auraflux.weights.fields import NAME, Fields
 from auraflux.weights.formats.methods import Header, StoredFormat, method_of
+from auraflux.weights.formats.model_files import read_config, safetensors_files
 from auraflux.weights.formats.row_layout import DTYPES, RECORDS, RowFormat, parse_row_format
 from auraflux.weights.formats.stored import Stored
-from auraflux.weights.formats.untrusted import OBJECT, brief, integer, listed, named, read_index, read_json, regular_file
+from auraflux.weights.formats.untrusted import OBJECT, brief, integer, listed, named, read_json, regular_file
 
 PARTS = (".scales", ".biases")
 # gpt-oss as published by OpenAI: MXFP4 nibbles and exponents, both as bytes
@@ -34,9 +35,7 @@ class Folder:
 
     def __init__(self, path: Path):
         self.path = path
-        if not (path / "config.json").exists():
-            raise FormatError(f"{path} has no config.json, so it is not a model folder.")
-        self.config: dict[str, Any] = ConfigFile(read_json(path / "config.json", path), path / "config.json")
+        self.config: dict[str, Any] = read_config(path)
         fields = Fields(path / "config.json", self.config)
         # mlx-lm's default format, and the formats of single modules
         quantization = fields.section("quantization")
@@ -61,16 +60,7 @@ class Folder:
     @cached_property
     def _file_of(self) -> dict[str, Path]:
         """File of every tensor."""
-        files = sorted(self.path.glob("*.safetensors"))
-        index = self.path / "model.safetensors.index.json"
-        if index.exists():
-            wanted = sorted(set(read_index(index, self.path).values()))
-            missing = [name for name in wanted if not (self.path / name).exists()]
-            if missing:
-                raise FormatError(f"{index} lists files that do not exist: {listed(missing)}.")
-            files = [self.path / name for name in wanted]
-        if not files:
-            raise FormatError(f"{self.path} has no .safetensors file.")
+        files = safetensors_files(self.path)
         return {name: path for path in files for name in self._open(path).keys()}  # noqa: SIM118
 
     def _open(self, path: Path) -> Any:

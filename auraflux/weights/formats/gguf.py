@@ -1,17 +1,13 @@
 """`GGUFFile`: a checkpoint read by the `gguf` package, with tensor names and row order mapped to Hugging Face's."""
 
 import mmap
-import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import torch
-from gguf.constants import GGUFValueType
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,75 +19,12 @@ from auraflux.weights.fields import ConfigFile
 from auraflux.weights.formats.gguf_architectures import architecture
 from auraflux.weights.formats.gguf_config import FREQUENCIES
 from auraflux.weights.formats.gguf_names import make_config, mtp_tensor_name, tensor_name
+from auraflux.weights.formats.gguf_reader import read_header
+from auraflux.weights.formats.model_files import gguf_parts
 from auraflux.weights.formats.stored import Stored
-from auraflux.weights.formats.untrusted import brief, listed, regular_file
+from auraflux.weights.formats.untrusted import brief
 
-MAGIC = b"GGUF"
 DENSE = {"F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64"}
-
-
-class _Reader(gguf.GGUFReader):
-    """GGUFReader with fast arrays: the package parses each element separately, which takes seconds for a vocabulary."""
-
-    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        if raw_type != GGUFValueType.ARRAY:
-            return super()._get_field_parts(orig_offs, raw_type)
-        kind, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
-        start = orig_offs + 12
-        item = self.gguf_scalar_to_np.get(GGUFValueType(kind))
-        if kind == GGUFValueType.STRING:
-            parts, end = self._strings(start, count)
-        elif item is not None:
-            values = self._get(start, item, count)
-            if len(values) < count:
-                raise ValueError("an array extends past the end of the file")
-            parts, end = [values], start + values.nbytes
-        else:
-            return super()._get_field_parts(orig_offs, raw_type)
-        return end - orig_offs, parts, list(range(len(parts))), [GGUFValueType.ARRAY, GGUFValueType(kind)]
-
-    def _strings(self, start: int, count: int) -> tuple[list[Any], int]:
-        octets = self.data.data
-        parts = []
-        for _ in range(count):
-            first = start + 8
-            start = first + int.from_bytes(octets[start:first], "little")
-            if start > len(octets):
-                raise ValueError("a string extends past the end of the file")
-            parts.append(octets[first:start])
-        return parts, start
-
-
-def _read(path: Path) -> _Reader:
-    path = regular_file(path)
-    try:
-        with path.open("rb") as file:
-            magic = file.read(len(MAGIC))
-    except OSError as err:
-        raise FormatError(f"{path} cannot be read: {err.strerror}.") from err
-    if magic != MAGIC:
-        raise FormatError(f"{path} is not a GGUF file: it begins with {magic!r}, not {MAGIC!r}.")
-    try:
-        # copy-on-write, since torch needs writable arrays; nothing writes to them
-        reader = _Reader(path, "c")
-    # the package raises many kinds of errors on a damaged file
-    except Exception as err:
-        raise FormatError(f"{path} cannot be read as GGUF: {brief(err)}. It may be truncated; download it again.") from err
-    if reader.byte_order == "S":
-        raise FormatError(f"{path} is a GGUF file of the other byte order, which is not supported.")
-    return reader
-
-
-def _parts(path: Path) -> list[Path]:
-    """Return all files of a split model, given any of them; otherwise the file itself."""
-    found = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
-    if found is None:
-        return [path]
-    stem, _, count = found.groups()
-    paths = [path.with_name(f"{stem}-{i:05d}-of-{count}.gguf") for i in range(1, int(count) + 1)]
-    if missing := [each.name for each in paths if not each.exists()]:
-        raise FormatError(f"{path} is one of {len(paths)} files, and these are missing: {listed(missing)}.")
-    return paths
 
 
 class GGUFFile:
@@ -105,7 +38,7 @@ class GGUFFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self._readers = [_read(part) for part in _parts(path)]
+        self._readers = [read_header(part) for part in gguf_parts(path)]
         self._architecture = architecture(self.metadata)
         tensors = {tensor.name: (reader, tensor) for reader in self._readers for tensor in reader.tensors}
         frequencies = tensors.pop(FREQUENCIES, None)
@@ -143,7 +76,7 @@ class GGUFFile:
         ]
 
     def files(self) -> list[Path]:
-        return _parts(self.path)
+        return gguf_parts(self.path)
 
     def sizes(self) -> dict[str, int]:
         return {name: int(tensor.n_bytes) for name, (_, tensor) in self._tensors.items()}

@@ -1,0 +1,98 @@
+"""`read_headers`: what a model's files say about it, from their headers alone: no torch, no weights, any model type."""
+
+import json
+import struct
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from auraflux.errors import FormatError
+from auraflux.weights.formats.model_files import check_files, gguf_parts, safetensors_files
+from auraflux.weights.formats.untrusted import brief, named, regular_file
+
+MAX_HEADER_NBYTES = 100 << 20
+PACKED = ("U32", "I32", "U8")  # dtypes of codes: their elements are not parameters
+
+
+@dataclass(frozen=True)
+class Headers:
+    """Facts of a model's headers.
+
+    form        "hf", "mlx" or "gguf"
+    model_type  of config.json, or the GGUF architecture
+    nbytes      of all tensors
+    formats     bytes by dtype or GGUF type, largest first
+    parameters  None if codes of weights are packed into words, whose number the headers do not tell
+    context     that the model was trained for; None if unknown
+    """
+
+    form: str
+    model_type: str
+    tensors: int
+    nbytes: int
+    formats: dict[str, int]
+    parameters: int | None
+    context: int | None
+
+
+def read_headers(path: Path) -> Headers:
+    """Read the headers of a folder or a GGUF file."""
+    config = check_files(path)
+    return _gguf(path) if config is None else _folder(path, config)
+
+
+def _gguf(path: Path) -> Headers:
+    from auraflux.weights.formats.gguf_reader import read_header
+
+    readers = [read_header(part) for part in gguf_parts(path)]
+    tensors = [tensor for reader in readers for tensor in reader.tensors]
+    formats: Counter[str] = Counter()
+    for tensor in tensors:
+        formats[tensor.tensor_type.name] += int(tensor.n_bytes)
+    metadata = readers[0].fields
+    kind = _value(metadata, "general.architecture") or "unknown"
+    context = _value(metadata, f"{kind}.context_length")
+    count = sum(int(tensor.n_elements) for tensor in tensors)
+    return Headers("gguf", str(kind), len(tensors), formats.total(), dict(formats.most_common()), count, context)
+
+
+def _value(metadata: dict[str, Any], key: str) -> Any:
+    try:
+        return metadata[key].contents() if key in metadata else None
+    except UnicodeDecodeError:
+        return None
+
+
+def _folder(path: Path, config: dict[str, Any]) -> Headers:
+    formats: Counter[str] = Counter()
+    count, tensors, packed = 0, 0, False
+    for file in safetensors_files(path):
+        for entry in _safetensors(regular_file(file, path)).values():
+            first, last = entry["data_offsets"]
+            formats[entry["dtype"]] += last - first
+            count, tensors = count + prod(entry["shape"]), tensors + 1
+            packed = packed or entry["dtype"] in PACKED
+    inner = config.get("text_config") or {}
+    context = config.get("max_position_embeddings") or inner.get("max_position_embeddings")
+    form, kind = "mlx" if "quantization" in config else "hf", str(config.get("model_type", "unknown"))
+    return Headers(form, kind, tensors, formats.total(), dict(formats.most_common()), None if packed else count, context)
+
+
+def _safetensors(path: Path) -> dict[str, Any]:
+    """Return the header of a safetensors file, without its metadata."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > MAX_HEADER_NBYTES:
+                raise ValueError("its header is too long")
+            found = json.loads(file.read(length))
+        found.pop("__metadata__", None)
+        for entry in found.values():
+            first, last = entry["data_offsets"]
+            if not all(type(each) is int for each in (first, last, *entry["shape"])) or type(entry["dtype"]) is not str:
+                raise ValueError("an entry of its header is damaged")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error) as err:
+        raise FormatError(f"{named(path)} cannot be read as safetensors: {brief(err)}. Download it again.") from err
+    return found
