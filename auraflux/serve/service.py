@@ -9,7 +9,7 @@ from typing import Any
 from auraflux.engine.request import Request
 from auraflux.engine.sampling import Sampling
 from auraflux.errors import ContextError, InputError, RankError, TemplateError
-from auraflux.serve.chat.conversation import Conversation, Format, system_message_variants
+from auraflux.serve.chat.conversation import Conversation, Format, partial_reply, system_message_variants
 from auraflux.serve.chat.output import ChatOutput, OutputParser, PlainTextParser
 from auraflux.serve.chat.structured_output import grammar_for, grammar_of
 from auraflux.serve.failures import Failure, not_ready
@@ -113,9 +113,9 @@ class Service:
             visible_special_tokens=frozenset(self._ids(syntax.visible_tokens)),
             stop_token_ids=stop_token_ids - frozenset(self._ids(syntax.non_stop_tokens)),
         )
-        tools = _offered(conversation)
+        tools, resumed = _offered(conversation), conversation.continue_final_message
         parallel = conversation.parallel_tool_calls
-        return self._submit([request], conversation.count, lambda: syntax.parser(tail, tools), parallel)
+        return self._submit([request], conversation.count, lambda: syntax.parser(tail, tools, resumed=resumed), parallel)
 
     async def complete(
         self, prompts: Sequence[str | Sequence[int]], sampling: Sampling, *, format: Format | None, count: int, user: str
@@ -153,13 +153,20 @@ class Service:
         return await asyncio.to_thread(encode)
 
     def _prepare(self, conversation: Conversation) -> tuple[tuple[int, ...], str, str | None]:
-        """Return the prompt's tokens, its tail and the answer's grammar; runs in a worker thread."""
-        text = self._render(conversation)
+        """Return the prompt's tokens, its end before the answer, and the answer's grammar; runs in a worker thread."""
+        begun = ""
+        if conversation.continue_final_message:
+            reasoning, content = partial_reply(conversation)
+            begun = content or reasoning
+            text = self._render(replace(conversation, messages=conversation.messages[:-1]))
+            text += self.syntax.reply_opening(text[-TAIL:], reasoning, content)
+        else:
+            text = self._render(conversation)
         # its first use renders a template, which would block the event loop
         _ = self.tokenizer.end_of_turn_ids
         tail = text[-TAIL:]
         grammar = grammar_for(conversation, self.syntax, tail, self.tokenizer)
-        return tuple(self.tokenizer.encode(text, special=False)), tail, grammar
+        return tuple(self.tokenizer.encode(text + begun, special=False)), tail, grammar
 
     def _render(self, conversation: Conversation, add_generation_prompt: bool = True) -> str:
         for name in RESERVED:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from auraflux.engine.sampling import Sampling
+from auraflux.errors import InputError
 
 BILLING = "x-anthropic-billing-header"
 Message = dict[str, Any]
@@ -33,15 +34,16 @@ class Format:
 class Conversation:
     """Messages to answer, and the settings of the answer.
 
-    messages             as chat templates take them: {"role", "content", optionally "tool_calls", "tool_call_id", "name",
-                         "reasoning_content"}; content is a string; roles are system, user, assistant and tool
-    tools                in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}
-    tool_choice          "auto", "none", "required" or NamedTool
-    parallel_tool_calls  whether one answer may hold several calls
-    format               constraint on the answer; None for free text
-    count                number of answers
-    template_kwargs      further arguments of the chat template: enable_thinking, reasoning_effort, ...
-    user                 owner of the request, for fair queueing
+    messages                as chat templates take them: {"role", "content", optionally "tool_calls", "tool_call_id", "name",
+                            "reasoning_content"}; content is a string; roles are system, user, assistant and tool
+    tools                   in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}
+    tool_choice             "auto", "none", "required" or NamedTool
+    parallel_tool_calls     whether one answer may hold several calls
+    format                  constraint on the answer; None for free text
+    count                   number of answers
+    template_kwargs         further arguments of the chat template: enable_thinking, reasoning_effort, ...
+    user                    owner of the request, for fair queueing
+    continue_final_message  whether the answer continues the last message, an unfinished one of the assistant
     """
 
     messages: list[Message]
@@ -53,6 +55,7 @@ class Conversation:
     count: int = 1
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     user: str = ""
+    continue_final_message: bool = False
 
 
 def without_billing(text: str) -> str:
@@ -74,3 +77,17 @@ def system_message_variants(messages: list[Message]) -> Iterator[list[Message]]:
         yield merged
     if rest and rest[0]["role"] == "user":
         yield [{**rest[0], "content": f"{system}\n\n{rest[0]['content']}"}, *rest[1:]]
+
+
+def partial_reply(conversation: Conversation) -> tuple[str, str]:
+    """Return reasoning and content of the reply to continue; refuse what cannot be continued."""
+    last = conversation.messages[-1]
+    reasoning, content = last.get("reasoning_content") or "", last["content"]
+    if last["role"] != "assistant" or last.get("tool_calls") or not (reasoning or content):
+        raise InputError(
+            f"continue_final_message continues text of the assistant, but the last message is the {last['role']}'s"
+            f"{' and has tool calls' if last.get('tool_calls') else ' and empty' if last['role'] == 'assistant' else ''}."
+        )
+    if conversation.format is not None or conversation.tool_choice not in ("auto", "none"):
+        raise InputError("continue_final_message cannot be combined with response_format, grammar or a required tool call.")
+    return reasoning, content

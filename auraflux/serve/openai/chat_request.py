@@ -44,6 +44,7 @@ def to_conversation(request: ChatCompletionRequest, limits: Limits, user: str) -
         count=request.n or 1,
         template_kwargs=_template_kwargs(request),
         user=user,
+        continue_final_message=bool(request.continue_final_message),
     )
 
 

@@ -130,6 +130,7 @@ class ChatCompletionRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
 
 
 class CompletionRequest(SamplingFields):

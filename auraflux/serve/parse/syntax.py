@@ -48,6 +48,7 @@ class Syntax:
     think_tags       tags around reasoning, the usual pair first
     may_think        whether the model may open reasoning by itself
     reply_header     text in the prompt after which the reply begins
+    reply_channels   text before reasoning, between reasoning and content, and before content; None for think_tags
     new_id           makes tool call ids
     """
 
@@ -59,20 +60,45 @@ class Syntax:
     think_tags: tuple[ThinkTags, ...] = (THINK,)
     may_think: bool = False
     reply_header: str | None = None
+    reply_channels: tuple[str, str, str] | None = None
     new_id: Callable[[], str] = new_id
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "visible_tokens", (*self.visible_tokens, *(tag for pair in self.think_tags for tag in pair)))
 
+    def reply_opening(self, prompt_tail: str, reasoning: str, content: str) -> str:
+        """Return the text between the prompt and the last part of an unfinished reply: its content, or its reasoning alone."""
+        if self.reply_channels is not None:
+            before, between, only_content = self.reply_channels
+        else:
+            opened = next((tags for tags in self.think_tags if prompt_tail.rstrip().endswith(tags[0])), None)
+            first, last = opened or self.think_tags[0]
+            before, between = "" if opened else f"{first}\n", f"\n{last}\n\n"
+            only_content = between if opened else ""
+        if not content:
+            return before
+        return f"{before}{reasoning}{between}" if reasoning else only_content
+
     def parser(
-        self, prompt_tail: str, tools: Sequence[Mapping[str, Any]] | None = None, new_id: Callable[[], str] | None = None
+        self,
+        prompt_tail: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        new_id: Callable[[], str] | None = None,
+        resumed: bool = False,
     ) -> "Parser":
-        """Make a parser for one answer to a prompt that ends in `prompt_tail`; without tools there are no calls."""
+        """Make a parser for one answer to a prompt that ends in `prompt_tail`; without tools there are no calls.
+
+        resumed  whether the answer began in the prompt, after `prompt_tail`
+        """
         prefilled = (
             prompt_tail.rpartition(self.reply_header)[2] if self.reply_header and self.reply_header in prompt_tail else ""
         )
         text, calls = TextStream(prefilled), ToolCalls(tools, new_id or self.new_id)
-        return Parser(text, self._steps(text, calls, prompt_tail))
+        parser = Parser(text, self._steps(text, calls, prompt_tail))
+        if resumed:
+            # past the start of the text, white space and calls there have no special meaning
+            parser.feed(".")
+        return parser
 
     def _steps(self, text: TextStream, calls: ToolCalls, prompt_tail: str) -> Steps[None]:
         if self.think_tags:

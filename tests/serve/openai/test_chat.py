@@ -49,6 +49,42 @@ def deltas(found: list[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:
     return [choice["delta"] for chunk in found for choice in chunk["choices"] if choice["index"] == index]
 
 
+def partial(**message: str) -> dict[str, Any]:
+    return {"messages": [*HELLO["messages"], {"role": "assistant", **message}], "continue_final_message": True}
+
+
+def test_continuation_extends_the_last_message():
+    link = FakeLink(" and  more <b>")
+    message = ask(link, **partial(content="Once upon a time"))["choices"][0]["message"]
+    # white space where the halves meet is text
+    assert message["content"] == " and  more <b>"
+    assert link.prompt.endswith("<|im_start|>assistant\nOnce upon a time")
+
+
+def test_continuation_of_reasoning_is_reasoning():
+    link = FakeLink(" wonder </think> It is so.")
+    message = ask(link, **partial(content="", reasoning_content="I"))["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == (" wonder", "It is so.")
+    assert link.prompt.endswith("<|im_start|>assistant\n<think>\nI")
+    link.play(" so.")
+    message = ask(link, **partial(content="It is", reasoning_content="I wonder"))["choices"][0]["message"]
+    assert message["content"] == " so."
+    assert "reasoning_content" not in message
+    assert link.prompt.endswith("<think>\nI wonder\n</think>\n\nIt is")
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"continue_final_message": True}, "the last message is the user's"),
+        (partial(content=""), "assistant's and empty"),
+        (partial(content="a") | {"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_continuation_needs_text_of_the_assistant(fields, problem):
+    assert problem in ask(FakeLink(), 400, **fields)["error"]["message"]
+
+
 def test_full_response():
     body = ask(FakeLink("Hello there!"))
     [choice] = body["choices"]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from auraflux.serve.chat.deltas import Content, ParsedDelta, Reasoning, ToolCallArguments, ToolCallBegin
 from auraflux.serve.parse import Syntax, find_syntax
+from auraflux.serve.parse.families.harmony import HARMONY
 
 FILES = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(Path(__file__).with_name("outputs").glob("*.json"))}
 CASES = [(stem, case) for stem, file in FILES.items() for case in file["cases"]]
@@ -226,3 +227,15 @@ def test_call_ids():
     assert len(usual) == len("call_") + 24
     assert len(short) == 9
     assert short.isalnum()
+
+
+def test_replies_are_continued_in_their_channel():
+    tail = "<|start|>assistant"
+    opening = HARMONY.reply_opening(tail, "hm", "")
+    parser = HARMONY.parser(tail + opening, resumed=True)
+    parts = parser.feed(" yes<|end|><|start|>assistant<|channel|>final<|message|>Hi") + parser.finish()
+    assert parts == [Reasoning(" yes"), Content("Hi")]
+    for reasoning in ("hm", ""):
+        opening = HARMONY.reply_opening(tail, reasoning, "Hi")
+        parser = HARMONY.parser(tail + opening, resumed=True)
+        assert parser.feed("  there") + parser.finish() == [Content("  there")]

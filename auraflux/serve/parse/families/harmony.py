@@ -67,4 +67,9 @@ HARMONY = Syntax(
     call_template=CallTemplate(name=f"{CHANNEL}commentary to={PREFIX}", arguments=f" {CONSTRAIN}json{MESSAGE}", end=""),
     think_tags=(),
     reply_header=f"{START}assistant",
+    reply_channels=(
+        f"{CHANNEL}analysis{MESSAGE}",
+        f"{END}{START}assistant{CHANNEL}final{MESSAGE}",
+        f"{CHANNEL}final{MESSAGE}",
+    ),
 )
