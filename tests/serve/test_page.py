@@ -19,7 +19,7 @@ FILES = sorted(path for path in ROOT.rglob("*") if path.is_file())
 OWN = [path for path in FILES if path.parent != VENDOR]
 SCRIPTS = [path for path in OWN if path.suffix == ".js"]
 HTML = (ROOT / "index.html").read_text()
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".woff2": "font/woff2"}
 
 
 def name_of(file: Path) -> str:
@@ -116,14 +116,21 @@ def test_every_file_that_is_named_exists_and_every_file_is_named():
     named = set(re.findall(r'(?:src|href)="static/([^"]+)"', HTML)) | {"index.html"}
     for script in SCRIPTS:
         imports = re.findall(r'(?:from|import) "(\.[^"]+)"', script.read_text())
-        named |= {posixpath.normpath(posixpath.join(posixpath.dirname(name_of(script)), path)) for path in imports}
+        named |= {resolved(script, path) for path in imports}
+    for sheet in (file for file in FILES if file.suffix == ".css"):
+        fonts = re.findall(r"""url\(["']([^"':]+)["']\)""", sheet.read_text())
+        named |= {resolved(sheet, path) for path in fonts}
     assert named == {name_of(file) for file in FILES if file.suffix in TYPES}
+
+
+def resolved(file: Path, path: str) -> str:
+    return posixpath.normpath(posixpath.join(posixpath.dirname(name_of(file)), path))
 
 
 def test_vendored_files_are_those_of_the_table():
     rows = re.findall(r"^\| `([^`]+)` .*, `([^`]+)` \| `(\w+)` \|$", (VENDOR / "README.md").read_text(), re.M)
     assert {name: digest for name, _, digest in rows} == {
-        file.name: sha256(file.read_bytes()).hexdigest() for file in VENDOR.glob("*.js")
+        file.name: sha256(file.read_bytes()).hexdigest() for file in VENDOR.iterdir() if file.suffix in TYPES
     }
     assert {licence for _, licence, _ in rows} == {file.name for file in VENDOR.glob("*.LICENSE")}
 

@@ -33,14 +33,26 @@ def browser():
 
 
 class Site:
-    """A stub server on a free port."""
+    """A stub server on a free port, or on the port of another that has stopped."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.app: Starlette = stub()
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}/"
+        self.socket = socket.create_server(("127.0.0.1", port))
+        self.port = self.socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}/"
         self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="error", timeout_graceful_shutdown=1))
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
+
+    def start(self) -> "Site":
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+        return self
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+        self.socket.close()
 
     @property
     def received(self) -> list[dict]:
@@ -49,21 +61,26 @@ class Site:
 
 @pytest.fixture(scope="package")
 def shared_site() -> Iterator[Site]:
-    site = Site()
-    site.thread.start()
-    while not site.server.started:
-        time.sleep(0.01)
+    site = Site().start()
     yield site
-    site.server.should_exit = True
-    site.thread.join()
-    site.socket.close()
+    site.stop()
 
 
 @pytest.fixture
 def site(shared_site):
-    shared_site.app.state.key, shared_site.app.state.loading = "", 0
+    state = shared_site.app.state
+    state.key, state.loading, state.defaults = "", 0, {}
     shared_site.received.clear()
     return shared_site
+
+
+def ask(page, text: str, finished: bool = True) -> None:
+    """Send a message, and wait for the whole answer."""
+    page.fill("#question", text)
+    page.keyboard.press("Enter")
+    if finished:
+        page.wait_for_selector("#send[aria-label^=Send]")
+        page.wait_for_selector(".message.writing", state="detached")
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.serve.page_stub import ANSWER, HOSTILE
+from tests.serve.page_stub import ANSWER, HOSTILE, MATHS
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ FEATURES = (
 )
 
 
-@pytest.mark.parametrize("text", [ANSWER, HOSTILE, FEATURES], ids=["answer", "hostile", "features"])
+@pytest.mark.parametrize("text", [ANSWER, HOSTILE, MATHS, FEATURES], ids=["answer", "hostile", "maths", "features"])
 def test_incremental_rendering_matches_full_rendering(page, text):
     assert page.evaluate(RENDER, text) == []
 
@@ -43,6 +43,8 @@ HTML = """async (text) => {
   for (const a of root.querySelectorAll("a")) for (const name of ["target", "rel", "title"]) a.removeAttribute(name);
   return root.getHTML();
 }"""
+
+DISPLAY = '<math display="block" class="tml-display" style="display: block math;">'
 
 MARKDOWN = {
     "**a** *b* `c` ~~d~~": "<p><strong>a</strong> <em>b</em> <code>c</code> <del>d</del></p>",
@@ -58,11 +60,13 @@ MARKDOWN = {
     "[a](javascript:b) [c](data:d) [e](/f)": "<p>a c e</p>",
     "<b>a</b> &lt;": "<p>&lt;b&gt;a&lt;/b&gt; &lt;</p>",
     "- [x] a": '<ul><li class="task"><input type="checkbox" checked="" disabled="" aria-label="done">a</li></ul>',
-    "$$\na\n$$": '<div class="math-block" tabindex="0">a</div>',
+    "$$\na\n$$": f'<div class="math-block" tabindex="0">{DISPLAY}<mi>a</mi></math></div>',
+    "a\n\\[b\\]": f'<p>a<br><span class="math-display" tabindex="0">{DISPLAY}<mi>b</mi></math></span></p>',
     "![a](https://e.com/b.png)": '<p><a href="https://e.com/b.png">a</a></p>',
     "&amp; &#65; &nope; `&lt;`": "<p>&amp; A &amp;nope; <code>&amp;lt;</code></p>",
-    "\\(a_b*c*\\) $5": '<p><span class="math">a_b*c*</span> $5</p>',
-    "\\[a \\\\[2pt] b\\] \\(": '<p><span class="math">a \\\\[2pt] b</span> (</p>',
+    "\\(a_b\\) $5": '<p><span class="math"><math><msub><mi>a</mi><mi>b</mi></msub></math></span> $5</p>',
+    "$a$, $6-$7, US$8 and $x$y $ z$": '<p><span class="math"><math><mi>a</mi></math></span>, $6-$7, US$8 and $x$y $ z$</p>',
+    "$*a*^$ \\(": '<p><span class="math math-source">*a*^</span> (</p>',
 }
 
 
@@ -71,7 +75,8 @@ def test_markdown_renders_to_expected_html(page):
 
 
 @pytest.mark.parametrize(
-    "text", ["*a _b " * 5000 + "c_ d*" * 5000, "[" * 50_000, ">" * 50_000, "`" * 9 + "`` ` " * 9000, "\\[" * 20_000]
+    "text",
+    ["*a _b " * 5000 + "c_ d*" * 5000, "[" * 50_000, ">" * 50_000, "`" * 9 + "`` ` " * 9000, "\\[" * 20_000, "$a" * 20_000],
 )
 def test_pathological_markdown_is_rendered(page, text):
     length = "async (text) => { const root = document.createElement('div'); document.body.append(root);"
@@ -87,7 +92,7 @@ LEX = """async (text) => {
 }"""
 
 
-@pytest.mark.parametrize("delimiter", ["\\[", "\\(", "\\[ a", "$$ "])
+@pytest.mark.parametrize("delimiter", ["\\[", "\\(", "\\[ a", "$$ ", "$a ", "\\begin{align}\n\n"])
 def test_unclosed_math_takes_linear_time(page, delimiter):
     # milliseconds; a quadratic scan takes 2,000 to 6,000
     assert page.evaluate(LEX, delimiter * 20_001) < 1500

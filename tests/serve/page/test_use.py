@@ -1,7 +1,6 @@
 """The chat page in a real browser against a stub server."""
 
 import json
-import re
 
 import pytest
 
@@ -9,18 +8,11 @@ from auraflux.serve.app import make_app
 from auraflux.serve.auth import Access
 from auraflux.serve.service import Service
 from tests.serve.fake_link import FakeLink, serving
+from tests.serve.page.conftest import ask
 from tests.serve.page_stub import ANSWER, THOUGHT
 
 expect = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed").expect
 pytestmark = pytest.mark.slow
-
-
-def ask(page, text: str, finished: bool = True) -> None:
-    page.fill("#question", text)
-    page.keyboard.press("Enter")
-    if finished:
-        expect(page.locator("#send")).to_have_attribute("aria-label", re.compile("Send"))
-        expect(page.locator(".message.writing")).to_have_count(0)
 
 
 def click_action(page, which, label: str) -> None:
@@ -81,11 +73,14 @@ def test_stopping_saves_the_partial_response(page):
     ask(page, "slow please", finished=False)
     expect(page.locator(".reply .prose")).to_contain_text("A cache")
     page.keyboard.press("Escape")
-    expect(page.locator(".reply .problem")).to_have_text("Stopped.")
+    expect(page.locator(".reply .problem span")).to_have_text("Stopped.")
     partial = page.locator(".reply .prose").inner_text()
     assert partial.startswith("A cache")
+    figures = page.locator(".reply dd")
+    expect(figures.first).to_contain_text("tokens/s")
+    # the server counted what had arrived
+    expect(figures.nth(2)).to_have_text(f"{len(partial) // 4} tokens")
     page.reload()
-    page.locator("#conversations .open").click()
     expect(page.locator(".reply .prose")).to_have_text(partial)
 
 
@@ -138,37 +133,6 @@ def test_a_file_that_is_not_an_export_is_refused(page, tmp_path):
     file.write_text('{"conversations": 3}')
     page.set_input_files("#import-file", file)
     expect(page.locator("#note")).to_have_text("The file holds no conversations exported from this page.")
-
-
-def test_settings_are_sent_and_saved(page, site):
-    page.click("#open-settings")
-    expect(page.locator("#model-kv")).to_have_text("k8v4")
-    page.fill("#set-system", "Be brief.")
-    page.fill("#set-temperature", "0.3")
-    page.fill("#set-max_tokens", "77")
-    page.get_by_label("Dark").check()
-    page.keyboard.press("Escape")
-    page.reload()
-    assert page.evaluate("getComputedStyle(document.documentElement).colorScheme") == "dark"
-    ask(page, "hello")
-    received = site.received[0]
-    assert (received["temperature"], received["max_tokens"], "top_p" in received) == (0.3, 77, False)
-    assert received["messages"][0] == {"role": "system", "content": "Be brief."}
-
-
-def test_api_key_is_requested_and_saved(page, site):
-    site.app.state.key = "right"
-    page.reload()
-    expect(page.get_by_text("This server asks for an API key")).to_be_visible()
-    page.fill("#key-field", "wrong")
-    page.keyboard.press("Enter")
-    expect(page.locator("#key-message")).to_have_text("The API key is not the right one.")
-    page.fill("#key-field", "right")
-    page.click("#key-accept")
-    expect(page.locator("#server")).to_have_attribute("data-state", "ready")
-    page.reload()
-    expect(page.locator("#server")).to_have_attribute("data-state", "ready")
-    assert page.locator("#key-dialog").is_hidden()
 
 
 def test_page_waits_for_a_loading_model(page, site):

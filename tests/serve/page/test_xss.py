@@ -41,6 +41,9 @@ ATTEMPTS = [
     "`<img src=x onerror=window.hurt=1>`",
     "| <img src=x onerror=window.hurt=1> |\n|---|\n| <script>window.hurt=1</script> |",
     "$$<img src=x onerror=window.hurt=1>$$ \\(<script>window.hurt=1</script>\\)",
+    r"$\href{javascript:window.hurt=1}{x}$ $\url{javascript:window.hurt=1}$ $\includegraphics{https://evil.test/x.png}$",
+    r"$\text{<img src=x onerror=window.hurt=1>}$ $\class{x}{y}$ $\style{position:fixed}{x}$ $\data{onclick=window.hurt=1}{x}$",
+    r"$\htmlClass{x}{y}$ $\htmlStyle{position:fixed}{x}$ $$\def\x{\x\x}\x$$ $\rule{1000em}{1000em}$ $\label{\"onclick=hurt}$",
     "# <svg onload=window.hurt=1>\n> - <img src=x onerror=window.hurt=1>\n>   1. <script>window.hurt=1</script>",
     "<!-- --><script>window.hurt=1</script>-->",
     "<a href='https://e.com' onclick='window.hurt=1' style='position:fixed;inset:0'>x</a>",
@@ -66,8 +69,22 @@ RENDER = """async (text) => {
 TAGS = {
     *("a", "blockquote", "br", "code", "del", "div", "em", "figcaption", "figure", "h3", "h4", "h5", "h6", "hr", "input", "li"),
     *("ol", "p", "pre", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul"),
+    *("math", "mi", "mn", "mo", "mrow", "mspace", "mtext"),
 }
-ATTRIBUTES = {"aria-label", "checked", "class", "disabled", "href", "rel", "start", "tabindex", "target", "title", "type"}
+MATH_ATTRIBUTES = {"mathbackground", "width", "height", "display", "style"}
+ATTRIBUTES = MATH_ATTRIBUTES | {
+    "aria-label",
+    "checked",
+    "class",
+    "disabled",
+    "href",
+    "rel",
+    "start",
+    "tabindex",
+    "target",
+    "title",
+    "type",
+}
 
 
 def is_harmless(found: dict) -> bool:

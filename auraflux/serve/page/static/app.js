@@ -1,20 +1,28 @@
 // Connects the parts of the page: a user action changes a conversation, then the views update.
 
-import { onKeyWanted } from "./chat/api.js";
+import { idOfAddress, onAddress, setAddress } from "./chat/address.js";
 import { Answer } from "./chat/answer.js";
+import { onKeyWanted } from "./chat/api.js";
+import { Attachments } from "./view/attachments.js";
 import { Composer } from "./view/composer.js";
 import { byId } from "./view/dom.js";
 import { closeDrawer, startDrawer } from "./view/drawer.js";
 import { startExchange } from "./chat/exchange.js";
+import { askKey } from "./view/key.js";
 import { Library } from "./chat/library.js";
-import { announce, note } from "./view/notice.js";
+import { contextTokens, showMeter } from "./view/meter.js";
+import { announce, dismissNote, note } from "./view/notice.js";
+import { readSettings } from "./chat/sampling.js";
 import { Follow } from "./view/scroll.js";
-import { findModel } from "./chat/server.js";
-import { askKey, Settings } from "./view/settings.js";
+import { Server } from "./chat/server.js";
+import { Settings } from "./view/settings.js";
 import { Sidebar } from "./view/sidebar.js";
+import { countTokens } from "./chat/tokens.js";
 import { append, branch, choose, newConversation, remove, titleFrom } from "./chat/tree.js";
+import { Tuning } from "./view/tuning.js";
 import { View, welcome } from "./view/view.js";
 
+const NEW_SETTINGS = "auraflux.new";
 const SUGGESTIONS = [
   "Explain how a key–value cache works",
   "Write a Python function that merges sorted lists",
@@ -28,12 +36,13 @@ class App {
     this.settings = new Settings();
     this.follow = new Follow(byId("scroll"), byId("jump"));
     this.answers = new Map();
-    this.found = null;
-    this.model = null;
-    this.current = newConversation();
+    this.server = new Server(() => this.showServer());
+    this.current = newConversation(readSettings(JSON.parse(sessionStorage.getItem(NEW_SETTINGS)) ?? this.settings.defaults));
+    this.tuning = new Tuning((settings) => this.tune(settings), (settings) => this.settings.setDefaults(settings));
     this.view = new View(byId("messages"), this.follow, {
-      edit: (message, text) => this.ask(text, message.parent),
+      edit: (message, text) => this.ask(text, message.files, message.parent),
       retry: (message) => this.retry(message),
+      resume: (message) => this.resume(message),
       remove: (message) => this.removeMessage(message),
       choose: (message) => this.choose(message),
     });
@@ -42,27 +51,43 @@ class App {
       rename: (conversation, title) => this.rename(conversation, title),
       remove: (conversation) => this.removeConversation(conversation),
     });
-    this.composer = new Composer((text) => this.ask(text, this.current.leaf), () => this.stop());
+    this.attachments = new Attachments(() => this.showWaiting(), (text) => countTokens({ prompt: text, add_special_tokens: false }));
+    this.composer = new Composer(this.attachments, {
+      send: (text, files) => this.ask(text, files, this.current.leaf),
+      stop: () => this.stop(),
+      editLast: () => this.view.editLast(),
+    });
+  }
+
+  newConversation() {
+    sessionStorage.removeItem(NEW_SETTINGS);
+    return newConversation(readSettings(this.settings.defaults));
   }
 
   async start() {
     onKeyWanted(askKey);
     startDrawer();
     startExchange(this.library, () => this.show());
-    byId("new").addEventListener("click", () => this.open(newConversation()));
-    byId("new-here").addEventListener("click", () => this.open(newConversation()));
+    for (const id of ["new", "new-here"]) byId(id).addEventListener("click", () => this.open(this.newConversation()));
     addEventListener("keydown", (event) => event.key === "Escape" && !document.querySelector("dialog[open]") && this.stop());
     addEventListener("pagehide", () => this.library.flush());
-    this.found = findModel();
+    byId("server").addEventListener("click", () => (this.server.state === "locked" ? this.server.unlock() : this.settings.open()));
+    this.server.watch();
+    const asked = idOfAddress();
     await this.library.load();
-    this.open(this.current);
-    this.model = await this.found;
-    this.settings.describe(this.model);
-    this.show();
+    this.open(this.find(asked) ?? this.current, false);
+    onAddress((id) => this.open(this.find(id) ?? this.newConversation(), false));
   }
 
-  open(conversation) {
+  find(id) {
+    return this.library.conversations.find((one) => one.id === id);
+  }
+
+  // Show a conversation; `added` makes the browser's back button return to the one before.
+  open(conversation, added = true) {
     this.current = conversation;
+    conversation.settings ??= readSettings(this.settings.defaults);
+    if (added) setAddress(conversation.messages.length ? conversation.id : "", true);
     closeDrawer();
     this.show();
     this.follow.toEnd();
@@ -72,25 +97,60 @@ class App {
 
   show() {
     const { current } = this;
-    const empty = !current.messages.length;
     byId("title").textContent = current.title || "New conversation";
     document.title = current.title ? `${current.title} · Auraflux` : "Auraflux";
-    byId("welcome").hidden = !empty;
-    if (empty) byId("welcome").replaceChildren(...welcome(this.model, SUGGESTIONS, (text) => this.composer.set(text)));
+    setAddress(current.messages.length ? current.id : "");
     this.view.show(current);
     this.sidebar.show(this.library.conversations, current, new Set(this.answers.keys()));
     const busy = this.answers.has(current.id);
     this.composer.setBusy(busy);
     byId("messages").classList.toggle("busy", busy);
+    this.showModel();
+  }
+
+  showServer() {
+    const { state, text, model } = this.server;
+    const box = byId("server");
+    if (model) this.settings.describe(model);
+    Object.assign(box, { title: text, ariaLabel: `Server: ${text}` });
+    box.dataset.state = state;
+    byId("server-text").textContent = text;
+    this.showModel();
+  }
+
+  // Show what depends on the model: the welcome, the defaults of the settings, and its context.
+  showModel() {
+    const { model } = this.server;
+    const empty = !this.current.messages.length;
+    byId("welcome").hidden = !empty;
+    if (empty) byId("welcome").replaceChildren(...welcome(model, SUGGESTIONS, (text) => this.composer.set(text)));
+    this.tuning.show(this.current.settings, model);
+    this.showWaiting();
+  }
+
+  // Show what the files that wait for a message change: the button, and the context.
+  showWaiting() {
+    this.composer?.fit();
+    showMeter(contextTokens(branch(this.current)), this.attachments.tokens, this.server.model?.max_model_len);
+  }
+
+  tune(settings) {
+    this.current.settings = settings;
+    // those of a conversation without messages outlive a reload too
+    if (this.current.messages.length) this.library.saveSoon(this.current);
+    else sessionStorage.setItem(NEW_SETTINGS, JSON.stringify(settings));
   }
 
   // Add a question below `parent` and request an answer. Return false while another answer is being generated.
-  ask(text, parent) {
+  ask(text, files, parent) {
     const { current } = this;
     if (this.answers.has(current.id)) return false;
     if (!this.library.has(current)) this.library.add(current);
-    current.title ||= titleFrom(text);
-    const question = append(current, parent, { role: "user", content: text });
+    sessionStorage.removeItem(NEW_SETTINGS);
+    dismissNote();
+    current.title ||= titleFrom(text || files[0].name);
+    const kept = files?.map(({ name, nbytes, text }) => ({ name, nbytes, text }));
+    const question = append(current, parent, { role: "user", content: text, ...(kept?.length && { files: kept }) });
     this.answer(current, question.id);
     return true;
   }
@@ -99,9 +159,14 @@ class App {
     if (!this.answers.has(this.current.id)) this.answer(this.current, message.parent);
   }
 
-  async answer(conversation, parent) {
+  // Continue an unfinished answer where it ended.
+  resume(message) {
+    if (!this.answers.has(this.current.id)) this.answer(this.current, message.parent, message);
+  }
+
+  async answer(conversation, parent, unfinished = null) {
     const history = branch(conversation, parent);
-    const message = append(conversation, parent, { role: "assistant" });
+    const message = unfinished ?? append(conversation, parent, { role: "assistant" });
     const answer = new Answer(message, () => {
       this.view.touch(message);
       this.library.saveSoon(conversation);
@@ -110,12 +175,15 @@ class App {
     this.show();
     this.follow.toEnd();
     announce("Generating an answer.");
-    await answer.run(this.found, this.settings.values, history);
+    await answer.run(this.server.found, conversation.settings, history);
     this.answers.delete(conversation.id);
     conversation.updated = Date.now();
     this.library.save(conversation);
     this.show();
     announce(message.state === "failed" ? message.problem : message.state === "stopped" ? "Stopped." : "The answer is complete.");
+    await answer.recount();
+    this.library.save(conversation);
+    this.showWaiting();
   }
 
   stop() {
@@ -159,7 +227,7 @@ class App {
   removeConversation(conversation) {
     this.answers.get(conversation.id)?.stop();
     this.library.remove(conversation);
-    if (conversation === this.current) this.open(newConversation());
+    if (conversation === this.current) this.open(this.newConversation(), false);
     else this.show();
     const undo = () => {
       this.library.add(conversation);

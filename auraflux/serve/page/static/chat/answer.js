@@ -1,16 +1,26 @@
 // Requests one answer: sends the conversation and fills a message from the stream.
 
 import { request } from "./api.js";
+import { promptText } from "./files.js";
+import { samplingFields } from "./sampling.js";
 import { events } from "./stream.js";
+import { countTokens } from "./tokens.js";
 
 export class Answer {
-  // `message` is filled in place; `changed` is called after each change.
+  // `message` is filled in place, after what it holds already; `changed` is called after each change.
   constructor(message, changed) {
     this.message = message;
     this.changed = changed;
     this.abort = new AbortController();
     this.started = performance.now();
-    Object.assign(message, { state: "writing", waiting: "" });
+    this.before = message.figures ?? null;
+    this.begun = { content: message.content, reasoning: message.reasoning ?? "" };
+    this.chunks = 0;
+    // a continued thought takes the time of all its parts
+    this.thought_s = message.content ? 0 : (message.reasoning_s ?? 0);
+    if (!message.content) delete message.reasoning_s;
+    delete message.problem;
+    Object.assign(message, { state: "writing", waiting: "", figures: null });
   }
 
   // Abort the request. The text received so far stays.
@@ -18,14 +28,15 @@ export class Answer {
     this.abort.abort();
   }
 
-  // Send `history` to the model that the promise `model` resolves to.
+  // Send `history` to the model that the promise `model` resolves to. An unfinished message is continued.
   async run(model, settings, history) {
     const { message } = this;
     try {
       message.model = (await abortable(this.abort.signal, model)).id;
-      const messages = apiMessages(settings.system, history);
-      const body = { model: message.model, messages, stream: true, stream_options: { include_usage: true } };
-      for (const name of ["temperature", "top_p", "max_tokens"]) if (settings[name] !== null) body[name] = settings[name];
+      this.messages = apiMessages(settings.system, this.isContinuation() ? [...history, message] : history);
+      const body = { model: message.model, messages: this.messages, stream: true, stream_options: { include_usage: true } };
+      Object.assign(body, samplingFields(settings));
+      if (this.isContinuation()) Object.assign(body, { add_generation_prompt: false, continue_final_message: true });
       const response = await request("v1/chat/completions", { body, signal: this.abort.signal, onwait: (why) => this.wait(why) });
       this.started = performance.now();
       this.wait("");
@@ -39,7 +50,12 @@ export class Answer {
     this.endReasoning();
     delete message.finish;
     delete message.waiting;
+    if (message.figures?.completion_tokens === undefined) this.countChunks();
     this.changed();
+  }
+
+  isContinuation() {
+    return Boolean(this.begun.content || this.begun.reasoning);
   }
 
   wait(why) {
@@ -62,6 +78,8 @@ export class Answer {
     // servers send the same reasoning under both names
     const thought = delta.reasoning_content ?? delta.reasoning ?? "";
     if (!thought && !delta.content) return;
+    this.chunks += 1;
+    this.ended = performance.now();
     message.figures ??= { first_s: this.elapsed() };
     if (thought) {
       this.thinking ??= performance.now();
@@ -74,25 +92,61 @@ export class Answer {
   }
 
   endReasoning() {
-    if (this.thinking === undefined || this.message.reasoning_s !== undefined) return;
-    this.message.reasoning_s = (performance.now() - this.thinking) / 1000;
+    const { message } = this;
+    if (!message.reasoning || message.reasoning_s !== undefined) return;
+    const last_s = this.thinking === undefined ? 0 : (performance.now() - this.thinking) / 1000;
+    message.reasoning_s = this.thought_s + last_s;
   }
 
   // timings of the server override those measured here
   count(usage, timings) {
-    const total_s = this.elapsed();
-    const first_s = this.message.figures?.first_s ?? total_s;
-    const tokens_per_s = total_s > first_s ? (usage.completion_tokens - 1) / (total_s - first_s) : undefined;
-    const cached_tokens = usage.prompt_tokens_details?.cached_tokens;
     const { prompt_tokens, completion_tokens } = usage;
+    const cached_tokens = usage.prompt_tokens_details?.cached_tokens;
     const known = Object.entries(timings).filter(([, value]) => Number.isFinite(value));
-    this.message.figures = {
-      first_s, total_s, tokens_per_s, prompt_tokens, completion_tokens, cached_tokens, ...Object.fromEntries(known),
-    };
+    const measured = this.measured(completion_tokens, this.elapsed());
+    this.setFigures({ ...measured, prompt_tokens, completion_tokens, cached_tokens, ...Object.fromEntries(known) });
+  }
+
+  // An interrupted answer comes without usage: chunks stand for tokens until `recount`.
+  countChunks() {
+    if (!this.chunks) this.message.figures = this.before;
+    else this.setFigures({ ...this.measured(this.chunks, this.duration()), completion_tokens: this.chunks });
+  }
+
+  // Let the server count the tokens of an answer that came without usage.
+  async recount() {
+    const { message } = this;
+    if (!this.chunks || message.figures.prompt_tokens !== undefined) return;
+    const { content, reasoning } = this.begun;
+    const added = (message.reasoning ?? "").slice(reasoning.length) + message.content.slice(content.length);
+    const [completion_tokens, prompt_tokens] = await Promise.all([
+      countTokens({ prompt: added, add_special_tokens: false }),
+      countTokens({ messages: this.messages, add_generation_prompt: !this.isContinuation() }),
+    ]);
+    if (completion_tokens === null || prompt_tokens === null) return;
+    this.setFigures({ ...this.measured(completion_tokens, this.duration()), prompt_tokens, completion_tokens });
+    this.changed();
+  }
+
+  measured(completion_tokens, total_s) {
+    const first_s = this.message.figures?.first_s ?? total_s;
+    const tokens_per_s = total_s > first_s ? (completion_tokens - 1) / (total_s - first_s) : undefined;
+    return { first_s, total_s, tokens_per_s };
+  }
+
+  // The figures are those of the last request, but the tokens of all parts of the answer.
+  setFigures(figures) {
+    const context_tokens = (figures.prompt_tokens ?? 0) + figures.completion_tokens;
+    const completion_tokens = figures.completion_tokens + (this.before?.completion_tokens ?? 0);
+    this.message.figures = { ...figures, completion_tokens, context_tokens };
   }
 
   elapsed() {
     return (performance.now() - this.started) / 1000;
+  }
+
+  duration() {
+    return (this.ended - this.started) / 1000;
   }
 }
 
@@ -100,7 +154,9 @@ export class Answer {
 // many chat templates refuse two user messages in a row.
 function apiMessages(system, history) {
   const messages = system.trim() ? [{ role: "system", content: system }] : [];
-  for (const { role, content, reasoning } of history) {
+  for (const message of history) {
+    const { role, reasoning } = message;
+    const content = promptText(message);
     if (role === "assistant" && !content && !reasoning) continue;
     const last = messages.at(-1);
     if (role === "user" && last?.role === "user") last.content += `\n\n${content}`;

@@ -1,33 +1,84 @@
-// Asks the server for its model and retries while it loads or is unreachable.
+// Watches the server: asks every second whether it is ready, and for its model when it became ready.
 
-import { pause, request } from "./api.js";
-import { byId } from "../view/dom.js";
+import { askForNewKey, key, pause, request, ServerError } from "./api.js";
 
-const RETRY_S = 4;
+const EVERY_S = 0.9;
+const TIMEOUT_MS = 1000;
 
-// Show the state of the server: ready, loading or away.
-function show(state, text) {
-  const box = byId("server");
-  box.dataset.state = state;
-  byId("server-text").textContent = text;
-  box.title = text;
+export class Server {
+  // `changed` is called when the state or the model changed. States: loading, ready, locked (it wants a key), away.
+  constructor(changed) {
+    this.changed = changed;
+    this.state = "loading";
+    this.text = "Connecting";
+    this.model = null;
+    this.refused = null;
+    this.wake = () => {};
+    this.first = new Promise((resolve) => (this.resolve = resolve));
+  }
+
+  // A promise of the model, which resolves once the server has told of one.
+  get found() {
+    return this.model ? Promise.resolve(this.model) : this.first;
+  }
+
+  // Watch for as long as the page is open; not while it is hidden.
+  async watch() {
+    for (const event of ["online", "offline", "focus"]) addEventListener(event, () => this.wake());
+    document.addEventListener("visibilitychange", () => this.wake());
+    for (;;) {
+      if (!document.hidden) await this.check();
+      await Promise.race([pause(EVERY_S), new Promise((resolve) => (this.wake = resolve))]);
+    }
+  }
+
+  async check() {
+    const [state, text] = await probe();
+    if (state !== "ready") this.set(state, text);
+    else if (this.state !== "ready" && (this.refused === null || this.refused !== key())) await this.describe();
+  }
+
+  // Ask for the model, and for a key if the server wants one.
+  async describe() {
+    try {
+      const response = await request("v1/models", { ask: false, onwait: (why) => this.set("loading", why) });
+      this.model = (await response.json()).data?.[0] ?? null;
+      this.refused = null;
+      if (!this.model) return this.set("loading", "The server has no model");
+      this.resolve(this.model);
+      return this.set("ready", this.model.id);
+    } catch (error) {
+      if (!(error instanceof ServerError && error.status === 401)) return this.set("away", error.message);
+      this.set("locked", "API key needed");
+      // not tried again with the same key
+      this.refused = key();
+      return void this.unlock();
+    }
+  }
+
+  // Ask the user for a key, and try it.
+  async unlock() {
+    if (!(await askForNewKey(this.refused ?? ""))) return;
+    this.refused = null;
+    this.wake();
+  }
+
+  set(state, text) {
+    if (state === this.state && text === this.text) return;
+    this.state = state;
+    this.text = text;
+    this.changed(this);
+  }
 }
 
-// Return the first model of the server's list, once there is one.
-export async function findModel() {
-  show("loading", "Connecting");
-  for (;;) {
-    try {
-      const response = await request("v1/models", { onwait: (why) => show("loading", why) });
-      const model = (await response.json()).data?.[0];
-      if (model) {
-        show("ready", model.id);
-        return model;
-      }
-      show("loading", "The server has no model yet");
-    } catch (error) {
-      show("away", error.message);
-    }
-    await pause(RETRY_S);
+// Return the state of the server without its model.
+async function probe() {
+  try {
+    const response = await fetch("ready", { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
+    if (response.status !== 503) return ["ready", ""];
+    const { error } = await response.json();
+    return /loading|loaded/.test(error.message) ? ["loading", "The model is loading"] : ["away", error.message.replace(/\.$/, "")];
+  } catch {
+    return ["away", "The server does not answer"];
   }
 }

@@ -1,5 +1,6 @@
 // Serializes conversations to JSON and parses them, keeping only known fields.
 
+import { readSettings } from "./sampling.js";
 import { newId } from "./tree.js";
 
 const FORMAT = "auraflux-conversations";
@@ -33,7 +34,8 @@ function conversation(given) {
     messages.push(message);
   }
   const leaf = known.has(given?.leaf) ? given.leaf : (messages.at(-1)?.id ?? null);
-  return { id: newId(), title: string(given?.title), created: time(given?.created), updated: time(given?.updated), leaf, messages };
+  const [title, created, updated] = [string(given?.title), time(given?.created), time(given?.updated)];
+  return { id: newId(), title, created, updated, leaf, messages, settings: readSettings(given?.settings) };
 }
 
 function readMessage(given) {
@@ -46,12 +48,15 @@ function readMessage(given) {
   };
   for (const name of ["reasoning", "model", "problem"]) if (given?.[name]) message[name] = string(given[name]);
   if (Number.isFinite(given?.reasoning_s)) message.reasoning_s = given.reasoning_s;
+  if (message.role === "user" && Array.isArray(given.files)) message.files = given.files.map(readFile);
   if (message.role === "assistant") {
     message.state = ["stopped", "failed", "length"].includes(given?.state) ? given.state : "done";
     message.figures = figures(given?.figures);
   }
   return message;
 }
+
+const readFile = (given) => ({ name: string(given?.name), nbytes: string(given?.text).length, text: string(given?.text) });
 
 function figures(given) {
   const numbers = Object.entries(given ?? {}).filter(([, value]) => Number.isFinite(value));

@@ -6,9 +6,9 @@ export function newId() {
   return Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
-export function newConversation() {
+export function newConversation(settings) {
   const time = Date.now();
-  return { id: newId(), title: "", created: time, updated: time, leaf: null, messages: [] };
+  return { id: newId(), title: "", created: time, updated: time, leaf: null, messages: [], settings };
 }
 
 // Return the messages of the branch that ends with `leaf`, in order.

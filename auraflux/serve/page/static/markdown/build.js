@@ -2,6 +2,7 @@
 
 import { el } from "../view/dom.js";
 import { CodeBlock, languageOf, linesOf } from "./code.js";
+import { showMath } from "./math.js";
 import { sanitize } from "./sanitize.js";
 
 const ENTITY = /&(?:#(\d{1,7})|#[xX]([\da-fA-F]{1,6})|(\w+));/g;
@@ -35,7 +36,7 @@ const BUILDERS = {
   blockquote: ({ tokens }) => fill(el("blockquote"), tokens),
   list: buildList,
   table: buildTable,
-  // `decorate` replaces it with a code block
+  // `decorate` replaces it with a code block, and TeX with a formula
   code: (token) => el("pre", {}, el("code", { className: `language-${languageOf(token)}` }, token.text)),
   mathBlock: ({ text }) => el("div", { className: "math-block" }, text),
   space: () => [],
@@ -46,7 +47,7 @@ const BUILDERS = {
   em: ({ tokens }) => fill(el("em"), tokens),
   del: ({ tokens }) => fill(el("del"), tokens),
   codespan: ({ text }) => el("code", {}, text),
-  math: ({ text }) => el("span", { className: "math" }, text),
+  math: ({ text, display }) => el("span", { className: display ? "math-display" : "math" }, text),
   br: () => el("br"),
   link: ({ href, tokens }) => fill(anchor(href), tokens),
   // the page loads nothing from elsewhere, so an image becomes a link
@@ -111,6 +112,9 @@ function decorate(element) {
     table.replaceWith(box);
     box.append(table);
   }
-  // a box that scrolls has to be reachable from the keyboard
-  for (const math of element.querySelectorAll(".math-block")) math.tabIndex = 0;
+  for (const math of element.querySelectorAll(".math, .math-display, .math-block")) {
+    showMath(math);
+    // a box that scrolls has to be reachable from the keyboard
+    if (!math.matches(".math")) math.tabIndex = 0;
+  }
 }

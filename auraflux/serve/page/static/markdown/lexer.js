@@ -6,6 +6,9 @@ import { Lexer, Marked, Tokenizer } from "../vendor/marked.esm.js";
 const MAX_DEPTH = 16;
 const MAX_MATH = 4000; // characters of a formula
 const MATH_DELIMITERS = [["$$", "$$"], ["\\[", "\\]"], ["\\(", "\\)"]];
+// single dollars hold no space at their inner sides, and no letter or digit follows: "$5 and $10" is money
+const DOLLAR_MATH = /^\$((?:\\[^]|[^\\$])+)\$(?![\w$])/;
+const ENVIRONMENT = /^\\begin\{(equation|align|alignat|gather|multline)(\*?)\}/;
 
 class TextTokenizer extends Tokenizer {
   depth = 0;
@@ -71,14 +74,32 @@ function mathEnd(source, open, close) {
 
 function inlineMath(source) {
   const pair = MATH_DELIMITERS.find(([open]) => source.startsWith(open));
-  const end = pair ? mathEnd(source, ...pair) : -1;
+  if (!pair) return dollarMath(source);
+  const end = mathEnd(source, ...pair);
   if (end <= 2) return undefined;
-  return { type: "math", raw: source.slice(0, end + 2), text: source.slice(2, end).trim() };
+  return { type: "math", display: pair[0] !== "\\(", raw: source.slice(0, end + 2), text: source.slice(2, end).trim() };
+}
+
+function dollarMath(source) {
+  const found = DOLLAR_MATH.exec(source.slice(0, MAX_MATH));
+  if (!found || found[1] !== found[1].trim()) return undefined;
+  return { type: "math", display: false, raw: found[0], text: found[1] };
+}
+
+function environment(source) {
+  const found = ENVIRONMENT.exec(source);
+  if (!found) return undefined;
+  const close = `\\end{${found[1]}${found[2]}}`;
+  const end = source.slice(0, MAX_MATH).indexOf(close);
+  if (end < 0) return undefined;
+  const raw = source.slice(0, end + close.length);
+  return { raw, text: raw };
 }
 
 function blockMath(source) {
-  const indent = /^ {0,3}(?=\$\$|\\\[)/.exec(source)?.[0].length;
-  const math = indent === undefined ? undefined : inlineMath(source.slice(indent));
+  const indent = /^ {0,3}(?=\$\$|\\\[|\\begin\{)/.exec(source)?.[0].length;
+  const text = source.slice(indent);
+  const math = indent === undefined ? undefined : (environment(text) ?? inlineMath(text));
   if (!math || /\n[ \t]*\n/.test(math.raw)) return undefined;
   const rest = /^[ \t]*(?:\n|$)/.exec(source.slice(indent + math.raw.length));
   if (!rest) return undefined;
@@ -90,7 +111,7 @@ const options = new Marked({
   breaks: true,
   extensions: [
     { name: "mathBlock", level: "block", tokenizer: blockMath },
-    { name: "math", level: "inline", start: (source) => source.indexOf("$$"), tokenizer: inlineMath },
+    { name: "math", level: "inline", start: (source) => source.indexOf("$"), tokenizer: inlineMath },
   ],
 }).defaults;
 

@@ -1,11 +1,15 @@
-// The message field. Enter sends, Shift-Enter breaks the line, and the button stops a running answer.
+// The message field. Enter sends, Shift-Enter breaks the line, the arrow up edits the last question, and the button stops a
+// running answer.
 
 import { byId, relabel } from "./dom.js";
 
 const MAX_HEIGHT_PX = 240;
 
 export class Composer {
-  constructor(send, stop) {
+  // `send` gets the text and the files and returns whether it took them.
+  constructor(attachments, { send, stop, editLast }) {
+    this.attachments = attachments;
+    this.editLast = editLast;
     this.field = byId("question");
     this.button = byId("send");
     this.send = send;
@@ -19,14 +23,18 @@ export class Composer {
 
   key(event) {
     // Enter also confirms input-method suggestions
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    if (event.isComposing || event.shiftKey) return;
+    if (event.key === "ArrowUp" && !this.field.value && !this.busy) this.editLast();
+    else if (event.key === "Enter") this.submit();
+    else return;
     event.preventDefault();
-    this.submit();
   }
 
   submit() {
     const text = this.field.value.trim();
-    if (!text || this.busy || !this.send(text)) return;
+    const { files } = this.attachments;
+    if ((!text && !files.length) || this.busy || !this.send(text, files)) return;
+    this.attachments.clear();
     this.set("");
   }
 
@@ -47,6 +55,6 @@ export class Composer {
   fit() {
     this.field.style.height = "auto";
     this.field.style.height = `${Math.min(this.field.scrollHeight, MAX_HEIGHT_PX)}px`;
-    this.button.disabled = !this.busy && !this.field.value.trim();
+    this.button.disabled = !this.busy && !this.field.value.trim() && !this.attachments.files.length;
   }
 }

@@ -2,12 +2,13 @@
 
 import { copyFrom } from "./clipboard.js";
 import { el, icon, iconButton } from "./dom.js";
+import { fileList } from "./attachments.js";
 import { figureParts, seconds } from "./figures.js";
 import { Rendering } from "../markdown/render.js";
 
 const ENDINGS = { stopped: "Stopped.", length: "Stopped at the token limit." };
 
-// Create the view of a message. `act` has the actions of its buttons: edit, retry, remove, choose.
+// Create the view of a message. `act` has the actions of its buttons: edit, retry, resume, remove, choose.
 export function messageView(message, act) {
   return message.role === "user" ? new Question(message, act) : new Reply(message, act);
 }
@@ -23,7 +24,10 @@ class Question {
     const removing = iconButton("trash", "Delete from here on", () => act.remove(message));
     const altering = el("span", { className: "altering" }, editing, removing);
     this.actions = el("div", { className: "actions" }, this.versions, copying, altering);
-    this.element = el("article", { className: "message question", ariaLabel: "You" }, this.text, this.actions);
+    this.files = message.files?.length ? fileList(message.files) : null;
+    this.text.hidden = !message.content;
+    this.element = el("article", { className: "message question", ariaLabel: "You" });
+    this.showText();
   }
 
   update() {}
@@ -32,9 +36,13 @@ class Question {
     showVersions(this.versions, this.message, others, this.act);
   }
 
+  showText() {
+    this.element.replaceChildren(...[this.files, this.text, this.actions].filter(Boolean));
+  }
+
   edit() {
     const area = el("textarea", { className: "editing", value: this.message.content, ariaLabel: "Edit your message" });
-    const back = () => this.element.replaceChildren(this.text, this.actions);
+    const back = () => this.showText();
     const send = () => {
       if (area.value.trim() && this.act.edit(this.message, area.value.trim())) back();
     };
@@ -49,7 +57,8 @@ class Question {
     };
     const cancel = el("button", { type: "button", className: "button", onclick: back }, "Cancel");
     const accept = el("button", { type: "button", className: "button primary", onclick: send }, "Send");
-    this.element.replaceChildren(el("div", { className: "editor" }, area, el("div", { className: "editor-row" }, cancel, accept)));
+    const editor = el("div", { className: "editor" }, area, el("div", { className: "editor-row" }, cancel, accept));
+    this.element.replaceChildren(...[this.files, editor].filter(Boolean));
     area.style.height = `${Math.min(area.scrollHeight + 2, 360)}px`;
     area.focus();
     this.element.scrollIntoView({ block: "nearest" });
@@ -93,17 +102,27 @@ class Reply {
 
   finish() {
     const { message } = this;
-    this.problem.className = message.state === "failed" ? "problem failed" : "problem";
-    this.problem.replaceChildren(message.state === "failed" ? message.problem : (ENDINGS[message.state] ?? ""));
-    if (message.state === "failed") {
-      const again = () => this.act.retry(message);
-      this.problem.append(el("button", { type: "button", className: "text-button", onclick: again }, "Try again"));
-    }
+    this.showProblem();
     this.copying.hidden = !message.content;
     // a failure shows its own retry button
     this.retrying.hidden = message.state === "failed";
     const parts = figureParts(message.figures);
     this.figures.replaceChildren(...parts.map(([label, text]) => el("div", {}, el("dt", {}, label), el("dd", {}, text))));
+  }
+
+  // Say how the answer ended, if not by itself, with what can be done about it.
+  showProblem() {
+    const { message, act } = this;
+    const failed = message.state === "failed";
+    const button = (label, run) => el("button", { type: "button", className: "text-button", onclick: () => run(message) }, label);
+    this.problem.className = failed ? "problem failed" : "problem";
+    this.problem.replaceChildren(el("span", {}, failed ? message.problem : (ENDINGS[message.state] ?? "")));
+    if (message.state !== "done" && (message.content || message.reasoning)) {
+      const resuming = button("Continue", act.resume);
+      resuming.classList.add("resume");
+      this.problem.append(resuming);
+    }
+    if (failed) this.problem.append(button("Try again", act.retry));
   }
 
   showThoughts(writing) {

@@ -9,6 +9,11 @@ export function announce(text) {
   byId("status").textContent = text;
 }
 
+// Close the note.
+export function dismissNote() {
+  byId("note").hidePopover();
+}
+
 // Show a note for a few seconds. `action` has a label and a function, for example to undo.
 export function note(text, action = null) {
   const box = byId("note");
@@ -21,10 +26,14 @@ export function note(text, action = null) {
     children.push(el("button", { type: "button", className: "text-button", onclick: run }, action.label));
   }
   box.replaceChildren(...children);
+  const dock = byId("dock").getBoundingClientRect();
+  box.style.bottom = `${innerHeight - dock.top + 12}px`;
+  box.style.left = `${dock.left + dock.width / 2}px`;
   // reopen it, so that it is above a dialog opened in the meantime
   box.hidePopover();
   box.showPopover();
   announce(text);
   clearTimeout(timer);
-  timer = setTimeout(() => box.hidePopover(), action ? 8000 : 4000);
+  // long enough to read it
+  timer = setTimeout(() => box.hidePopover(), Math.max(action ? 8000 : 4000, 60 * text.length));
 }

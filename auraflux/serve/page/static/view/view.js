@@ -26,6 +26,12 @@ export class View {
     this.dropRemoved();
   }
 
+  // Edit the last question on screen.
+  editLast() {
+    const question = branch(this.conversation).findLast((message) => message.role === "user");
+    if (question) this.viewOf(question).edit();
+  }
+
   viewOf(message) {
     if (!this.views.has(message.id)) this.views.set(message.id, messageView(message, this.act));
     return this.views.get(message.id);

@@ -1,0 +1,55 @@
+// Reads text files that a user adds to a message, and writes them into the prompt.
+
+const KB = 1000;
+export const MAX_FILE_NBYTES = 1000 * KB;
+export const MAX_MESSAGE_NBYTES = 2000 * KB;
+
+// Formats that hold text, but are not text files.
+const CONVERT = { pdf: "a PDF", doc: "a Word document", docx: "a Word document", odt: "an ODT document", xlsx: "an Excel table" };
+
+const megabytes = (nbytes) => `${(nbytes / KB / KB).toPrecision(nbytes < 10 * KB * KB ? 2 : 3)} MB`;
+
+// Return a file as {name, nbytes, text}; throw an error with a sentence for the user if it cannot be used.
+export async function readText(file, nbytesBefore = 0) {
+  const { name, size: nbytes } = file;
+  if (!nbytes) throw new Error(`${name} is empty or a folder.`);
+  if (nbytes > MAX_FILE_NBYTES) {
+    throw new Error(`${name} has ${megabytes(nbytes)}; a file may have at most ${megabytes(MAX_FILE_NBYTES)}.`);
+  }
+  if (nbytesBefore + nbytes > MAX_MESSAGE_NBYTES) {
+    throw new Error(`${name} does not fit: the files of a message may have at most ${megabytes(MAX_MESSAGE_NBYTES)} together.`);
+  }
+  const text = decode(new Uint8Array(await file.arrayBuffer()));
+  if (text !== null) return { name, nbytes, text: text.replace(/\r\n?/g, "\n") };
+  const format = CONVERT[extension(name)];
+  if (format) throw new Error(`${name} is ${format}. Save it as plain text, or copy its text into the message.`);
+  throw new Error(`${name} is a binary file, and this model reads text only.`);
+}
+
+// Return the text of a file, or null if it is binary.
+function decode(bytes) {
+  const starts = (...values) => values.every((value, at) => bytes[at] === value);
+  if (starts(0xff, 0xfe)) return new TextDecoder("utf-16le").decode(bytes);
+  if (starts(0xfe, 0xff)) return new TextDecoder("utf-16be").decode(bytes);
+  if (starts(0x25, 0x50, 0x44, 0x46) || bytes.includes(0)) return null;
+  try {
+    return new TextDecoder("utf-8", { fatal: true }).decode(bytes);
+  } catch {
+    // text of older programs has no control characters but white space
+    const control = bytes.some((byte) => byte < 32 && ![9, 10, 12, 13, 27].includes(byte));
+    return control ? null : new TextDecoder("windows-1252").decode(bytes);
+  }
+}
+
+const extension = (name) => (/\.(\w+)$/.exec(name)?.[1] ?? "").toLowerCase();
+
+// Return the text of a message for the model: its files as blocks of code, then what the user wrote.
+export function promptText({ content, files = [] }) {
+  const parts = files.map(({ name, text }) => {
+    const longest = Math.max(2, ...Array.from(text.matchAll(/`+/g), ([run]) => run.length));
+    const fence = "`".repeat(longest + 1);
+    return `File ${name}:\n\n${fence}${extension(name)}\n${text.trimEnd()}\n${fence}`;
+  });
+  if (content) parts.push(content);
+  return parts.join("\n\n");
+}

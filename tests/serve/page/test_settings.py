@@ -1,0 +1,86 @@
+"""The settings of the page and of a conversation, in a real browser."""
+
+import pytest
+
+from tests.serve.page.conftest import ask
+
+expect = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed").expect
+pytestmark = pytest.mark.slow
+
+SAMPLING = {
+    "temperature": 0.3,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.05,
+    "repetition_penalty": 1.1,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 0.5,
+    "max_tokens": 77,
+    "seed": 7,
+}
+
+
+def tune(page, **fields: object) -> None:
+    page.click("#open-tuning")
+    for name, value in fields.items():
+        page.fill(f"#set-{name}", str(value))
+    page.keyboard.press("Escape")
+
+
+def test_settings_of_a_conversation_are_sent_and_saved(page, site):
+    tune(page, system="Be brief.", **SAMPLING)
+    # before the first message they outlive a reload
+    page.reload()
+    ask(page, "hello")
+    page.reload()
+    ask(page, "again")
+    for received in site.received:
+        assert {name: received[name] for name in SAMPLING} == SAMPLING
+        assert received["messages"][0] == {"role": "system", "content": "Be brief."}
+    page.click("#new")
+    ask(page, "another")
+    assert not SAMPLING.keys() & site.received[2].keys()
+    assert site.received[2]["messages"] == [{"role": "user", "content": "another"}]
+
+
+def test_settings_can_be_kept_for_new_conversations_and_reset(page, site):
+    page.click("#open-tuning")
+    page.fill("#set-temperature", "9")
+    page.fill("#set-seed", "3")
+    page.click("#tuning-keep")
+    # numbers beyond their limits are moved to them
+    expect(page.locator("#set-temperature")).to_have_value("2")
+    page.keyboard.press("Escape")
+    page.click("#new")
+    ask(page, "hello")
+    assert (site.received[0]["temperature"], site.received[0]["seed"]) == (2, 3)
+    page.click("#open-tuning")
+    page.click("#tuning-reset")
+    page.keyboard.press("Escape")
+    ask(page, "again")
+    assert not SAMPLING.keys() & site.received[1].keys()
+
+
+def test_empty_fields_show_the_defaults_of_the_model(page, site):
+    expect(page.locator("#server-text")).to_have_text("example-model")
+    placeholders = "all => all.map((one) => one.placeholder)"
+    numbers = page.locator("#tuning input")
+    assert set(numbers.evaluate_all(placeholders)) == {"default", "no limit", "random"}
+    site.app.state.defaults = dict.fromkeys(SAMPLING) | {"temperature": 0.6, "top_k": 20, "source": "generation_config.json"}
+    page.reload()
+    expect(page.locator("#server-text")).to_have_text("example-model")
+    assert numbers.evaluate_all(placeholders) == ["0.6", "off", "20", "off", "off", "off", "off", "no limit", "random"]
+    page.click("#open-tuning")
+    expect(page.locator("#tuning-source")).to_contain_text("generation_config.json")
+    page.keyboard.press("Escape")
+    ask(page, "hello")
+    assert not SAMPLING.keys() & site.received[0].keys()
+
+
+def test_theme_and_model_are_shown(page):
+    page.click("#open-settings")
+    expect(page.locator("#model-kv")).to_have_text("k8v4")
+    page.get_by_label("Dark").check()
+    page.keyboard.press("Escape")
+    page.reload()
+    assert page.evaluate("getComputedStyle(document.documentElement).colorScheme") == "dark"
