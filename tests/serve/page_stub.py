@@ -1,7 +1,7 @@
 """A stub server for the chat page: it answers from a script, in the format of the real server.
 
 Run `uvicorn tests.serve.page_stub:app` to see the page without a model. What a question holds decides what comes:
-"thought", "hostile", "maths", "broken", "slow", "wait", "cut", "limit", or the text of `ANSWER`.
+"thought", "hostile", "maths", "broken", "slow", "wait", "cut", "limit", "full", or the text of `ANSWER`.
 """
 
 import asyncio
@@ -97,7 +97,8 @@ async def written(question: str, messages: list[dict[str, Any]], begun: str) -> 
             yield delta(reasoning=fragment, reasoning_content=fragment)
             await asyncio.sleep(pace_s)
     text = answer_to(question).removeprefix(begun)
-    limited = "limit" in question and not begun
+    full = "full" in question
+    limited = full or ("limit" in question and not begun)
     for at, fragment in enumerate(fragments(text[:150] if limited else text)):
         yield delta(content=fragment)
         await asyncio.sleep(pace_s)
@@ -108,7 +109,11 @@ async def written(question: str, messages: list[dict[str, Any]], begun: str) -> 
             return
     yield chunk(choices=[{"index": 0, "delta": {}, "finish_reason": "length" if limited else "stop"}])
     cached = 812 if len(messages) > 1 else 0
-    usage = {"prompt_tokens": 1024, "completion_tokens": 318, "prompt_tokens_details": {"cached_tokens": cached}}
+    usage = {
+        "prompt_tokens": 131_072 - 318 if full else 1024,
+        "completion_tokens": 318,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
     timings = {"queue_s": 0.0, "first_s": 0.312, "total_s": 7.9, "tokens_per_s": 41.9, "cached_tokens": cached}
     yield chunk(choices=[], usage=usage, timings={**timings, "cache_nbytes": 70_500_000, "plain_nbytes": 188_000_000})
     yield "data: [DONE]\n\n"

@@ -31,6 +31,13 @@ def test_answer_at_the_token_limit_is_continued(page, site):
     expect(page.get_by_role("button", name="Continue", exact=True)).to_have_count(1)
 
 
+def test_full_context_cannot_be_continued(page):
+    ask(page, "full")
+    expect(page.locator(".reply .problem")).to_contain_text("context is full")
+    expect(page.locator("#meter")).to_have_attribute("data-level", "high")
+    assert page.get_by_role("button", name="Continue", exact=True).count() == 0
+
+
 def test_stopped_answer_can_be_continued(page, site):
     ask(page, "slow thought", finished=False)
     expect(page.locator(".reply .prose")).to_contain_text("A cache")

@@ -32,7 +32,8 @@ export class Answer {
   async run(model, settings, history) {
     const { message } = this;
     try {
-      message.model = (await abortable(this.abort.signal, model)).id;
+      const { id, max_model_len } = await abortable(this.abort.signal, model);
+      message.model = id;
       this.messages = apiMessages(settings.system, this.isContinuation() ? [...history, message] : history);
       const body = { model: message.model, messages: this.messages, stream: true, stream_options: { include_usage: true } };
       Object.assign(body, samplingFields(settings));
@@ -41,7 +42,8 @@ export class Answer {
       this.started = performance.now();
       this.wait("");
       for await (const event of events(response)) this.take(event);
-      message.state = message.finish === "length" ? "length" : "done";
+      const full = message.figures?.context_tokens >= max_model_len;
+      message.state = message.finish !== "length" ? "done" : full ? "full" : "length";
     } catch (error) {
       const stopped = this.abort.signal.aborted;
       message.state = stopped ? "stopped" : "failed";

@@ -43,5 +43,6 @@ export function defaultText(model, name) {
   if (name === "max_tokens") return "no limit";
   const defaults = model?.default_sampling;
   if (!defaults) return "default";
-  return Number.isFinite(defaults[name]) ? String(defaults[name]) : "off";
+  if (Number.isFinite(defaults[name])) return String(defaults[name]);
+  return name === "temperature" ? "default" : "off";
 }

@@ -50,7 +50,7 @@ function readMessage(given) {
   if (Number.isFinite(given?.reasoning_s)) message.reasoning_s = given.reasoning_s;
   if (message.role === "user" && Array.isArray(given.files)) message.files = given.files.map(readFile);
   if (message.role === "assistant") {
-    message.state = ["stopped", "failed", "length"].includes(given?.state) ? given.state : "done";
+    message.state = ["stopped", "failed", "length", "full"].includes(given?.state) ? given.state : "done";
     message.figures = figures(given?.figures);
   }
   return message;

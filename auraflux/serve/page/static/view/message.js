@@ -6,7 +6,11 @@ import { fileList } from "./attachments.js";
 import { figureParts, seconds } from "./figures.js";
 import { Rendering } from "../markdown/render.js";
 
-const ENDINGS = { stopped: "Stopped.", length: "Stopped at the token limit." };
+const ENDINGS = {
+  stopped: "Stopped.",
+  length: "Stopped at the token limit.",
+  full: "The model's context is full. Edit an earlier message, or start a new conversation.",
+};
 
 // Create the view of a message. `act` has the actions of its buttons: edit, retry, resume, remove, choose.
 export function messageView(message, act) {
@@ -117,7 +121,7 @@ class Reply {
     const button = (label, run) => el("button", { type: "button", className: "text-button", onclick: () => run(message) }, label);
     this.problem.className = failed ? "problem failed" : "problem";
     this.problem.replaceChildren(el("span", {}, failed ? message.problem : (ENDINGS[message.state] ?? "")));
-    if (message.state !== "done" && (message.content || message.reasoning)) {
+    if (!["done", "full"].includes(message.state) && (message.content || message.reasoning)) {
       const resuming = button("Continue", act.resume);
       resuming.classList.add("resume");
       this.problem.append(resuming);
