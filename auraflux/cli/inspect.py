@@ -28,24 +28,35 @@ EXAMPLES = (
 @click.option("--quantize", type=Bits(), metavar="BITS", help="Count dense weights as if quantized to this many bits.")
 @click.option("--gpu-memory", metavar="SIZE", help="Show how a GPU divides this much memory; by default what is free on it.")
 @click.option("--expert-memory", metavar="SIZE", help="Show an expert cache of this size: a packed model's, or that of a GPU.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Kernels to show: those of a GPU are an H200's where there is none. By default those of this machine.",
+)
 @click.option("--headers", is_flag=True, help="Show only what the files' headers say: at once, and for any model type.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(
-    path: str | None, quantize: int | None, gpu_memory: str | None, expert_memory: str | None, headers: bool, as_json: bool
+    path: str | None,
+    quantize: int | None,
+    gpu_memory: str | None,
+    expert_memory: str | None,
+    device: str | None,
+    headers: bool,
+    as_json: bool,
 ) -> None:
     """Show a model's layers and formats, and the memory it needs.
 
     MODEL is a folder, a GGUF file or a name; without it, the built-in model. Memory is that of the weights and the KV cache of
     one sequence, for each KV cache quantization. Sliding-window and recurrent layers do not grow with the context.
 
-    For each weight format it shows whether the format is lossless here and which kernels run in decode and in prefill: on this
-    CPU, and on this GPU, or on an H200 where there is none. `auraflux ops --explain` lists the kernels.
+    For each weight format it shows whether the format is lossless here and which kernels run in decode and in prefill on this
+    machine. `auraflux ops --explain` lists the kernels.
 
     For a packed model it measures the disk for a second and shows several sizes of the expert cache: whether the files are
     memory-mapped, how many experts are cached, and how long the reads of a token take.
 
-    On a machine with a GPU, or with --gpu-memory, it shows how the memory is divided between weights, KV cache, workspace and
-    expert slots, and the host memory for experts that have no slot.
+    On a machine with a GPU it also shows how its memory is divided between weights, KV cache, workspace and expert slots, and
+    the host memory for experts that have no slot. With --gpu-memory it shows this alone, for a GPU that need not be here.
     """
     check_sizes({"gpu_memory": gpu_memory, "expert_memory": expert_memory})
     if headers:
@@ -56,11 +67,11 @@ def inspect(
     from auraflux.weights.download.pull import locate
 
     with on_terminal() as report:
-        found = _collect(str(locate(path, report)), quantize, gpu_memory, expert_memory)
+        found = _collect(str(locate(path, report)), quantize, gpu_memory, expert_memory, device)
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
-        _show(found)
+        _show(found, brief=gpu_memory is not None)
 
 
 def _inspect_headers(name: str | None, as_json: bool) -> None:
@@ -82,7 +93,9 @@ def _inspect_headers(name: str | None, as_json: bool) -> None:
         click.echo(f"  {kind:8} {memory_size(nbytes):>10}  {nbytes / max(1, found.nbytes):4.0%}")
 
 
-def _collect(path: str, bits: int | None, gpu_memory: str | None, expert_memory: str | None) -> dict[str, Any]:
+def _collect(
+    path: str, bits: int | None, gpu_memory: str | None, expert_memory: str | None, device: str | None
+) -> dict[str, Any]:
     from auraflux.cache import CacheSettings
     from auraflux.cli.output import inspect_experts
     from auraflux.cli.output.gpu_memory import collect
@@ -108,7 +121,7 @@ def _collect(path: str, bits: int | None, gpu_memory: str | None, expert_memory:
     weights = tensors.total.memory_nbytes
     experts = None if checkpoint.experts is None else checkpoint.experts.without(mtp_prefixes)
     k = 0 if experts is None else experts_per_token(checkpoint.config)
-    gpu, capability = _gpu()
+    gpu, capability = _gpu(device)
     products = format_speeds(checkpoint, kind.rename, bits, capability)
     return {
         "path": path,
@@ -142,15 +155,15 @@ def _collect(path: str, bits: int | None, gpu_memory: str | None, expert_memory:
     }
 
 
-def _gpu() -> tuple[str, tuple[int, int]]:
-    """Return the name and compute capability of the GPU whose kernels are shown."""
+def _gpu(device: str | None) -> tuple[str | None, tuple[int, int] | None]:
+    """Return the name and compute capability of the GPU whose kernels are shown; None for the CPU alone."""
     import torch
 
     from auraflux.ops.fake_gpu import HOPPER
 
-    if torch.cuda.is_available():
+    if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    return "an H200", HOPPER
+    return ("an H200", HOPPER) if device == "cuda" else (None, None)
 
 
 def _largest_first(shares: "dict[str, TensorTotals]") -> "list[tuple[str, TensorTotals]]":
@@ -172,7 +185,8 @@ def _setting(kv: str, cache: dict[int, int] | str, weights: int, memory: int, fr
     return {"kv": kv, "refused": None, "contexts": needs}
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(found: dict[str, Any], brief: bool) -> None:
+    """Print the tables; `brief` for the one of a GPU's memory alone."""
     from rich.markup import escape
 
     from auraflux.cli.output import gpu_memory, inspect_experts
@@ -186,11 +200,12 @@ def _show(found: dict[str, Any]) -> None:
     console.print(f"{count(total['parameters'])} parameters, {memory_size(total['nbytes'])} on disk")
     for note in found["notes"]:
         console.print(f"[yellow]note[/yellow] {escape(note)}")
-    console.print(_shares("part", found["parts"], total))
-    console.print(_shares("format", found["formats"], total))
-    console.print(_products(found))
-    for line in found["advice"]:
-        console.print(f"[yellow]advice[/yellow] {escape(line)}")
+    if not brief:
+        console.print(_shares("part", found["parts"], total))
+        console.print(_shares("format", found["formats"], total))
+        console.print(_products(found))
+        for line in found["advice"]:
+            console.print(f"[yellow]advice[/yellow] {escape(line)}")
     if found["mtp"] is not None:
         size = memory_size(found["mtp"]["memory_nbytes"])
         console.print(f"MTP head: {size} more in memory with --speculate mtp")
@@ -202,7 +217,9 @@ def _show(found: dict[str, Any]) -> None:
     if found["experts"] is not None:
         inspect_experts.show(console, found["experts"])
     if found["gpu_memory"] is not None:
-        gpu_memory.show(console, found["gpu_memory"])
+        gpu_memory.show(console, found["gpu_memory"], found["path"])
+    if brief:
+        return
     console.print(_memory(found))
     for line in _kv_lines(found):
         console.print(escape(line))
@@ -250,7 +267,7 @@ def _products(found: dict[str, Any]) -> Any:
         name = f"{each['format']}{', experts' if each['experts'] else ''}: {each['precision']}"
         for backend, speeds in each["speeds"].items():
             cells = [f"{speed['method']}: {speed['speed']}" for speed in speeds.values()]
-            table.add_row(escape(name), {"cpu": "CPU", "cuda": escape(found["gpu"])}[backend], *map(escape, cells))
+            table.add_row(escape(name), "CPU" if backend == "cpu" else escape(found["gpu"]), *map(escape, cells))
             name = ""
     return table
 

@@ -31,9 +31,7 @@ EXAMPLES = (
 @click.option(
     "--device",
     type=click.Choice(["cuda", "cpu"]),
-    default="cuda",
-    show_default=True,
-    help="With --explain: kernels for an H200, or for this CPU.",
+    help="With --explain: kernels for an H200, or for this CPU; by default for a GPU if this machine has one.",
 )
 @click.option("--kv", metavar="KXVY", help="With --explain model: KV cache quantization.")
 @click.option("--batch", type=click.IntRange(1, 1 << 20), metavar="N", help="With --explain model: batch size.")
@@ -44,7 +42,7 @@ EXAMPLES = (
 @click.option("--exact", is_flag=True, default=None, help="With --explain model: float32 activations.")
 @click.option("--invariant", is_flag=True, default=None, help="With --explain model: batch-invariant kernels.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def ops(check: bool, explain: tuple[str, str] | None, device: str, as_json: bool, **options: Any) -> None:
+def ops(check: bool, explain: tuple[str, str] | None, device: str | None, as_json: bool, **options: Any) -> None:
     """List the operations and their kernels.
 
     A kernel may decline a call; the reference then runs instead. --check also finds reasons that appear only when an op is
@@ -55,6 +53,9 @@ def ops(check: bool, explain: tuple[str, str] | None, device: str, as_json: bool
     from auraflux.ops._dispatch import all_ops
 
     if explain is not None:
+        import torch
+
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         ops_explain.explain(*explain, device, as_json, options)
         return
     ops_explain.refuse(options)

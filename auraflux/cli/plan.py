@@ -91,7 +91,7 @@ def _plan_gpu(model: str, gpu_memory: str | None, kv: str, context: int | None, 
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
-        output.show(stdout(), found)
+        output.show(stdout(), found, model)
 
 
 def _estimate(

@@ -17,7 +17,7 @@ from auraflux.machine import free_nbytes, this_machine
 from auraflux.models.config import experts_per_token
 from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
 from auraflux.weights.experts.row_table import loaded_nbytes
-from auraflux.weights.experts.settings import ExpertSettings, parse_nbytes, plan_expert_cache
+from auraflux.weights.experts.settings import ExpertSettings, format_nbytes, parse_nbytes, plan_expert_cache
 from auraflux.weights.experts.store import ExpertStore
 from auraflux.weights.formats.stored import Checkpoint
 
@@ -128,10 +128,10 @@ def plan_memory(
     )
     # one more for `LanguageModel.logits`
     count = requested.sequences + 1
-    limits = [
-        (rank.shapes, source.settings, cache_memory_nbytes(requested.cache_memory, rank.free), rank.layers, page_shard)
-        for rank in ranks
-    ]
+    memory = [(rank, cache_memory_nbytes(requested.cache_memory, rank.free)) for rank in ranks]
+    for rank, nbytes in memory:
+        _check_cache_memory(nbytes, rank.free)
+    limits = [(rank.shapes, source.settings, nbytes, rank.layers, page_shard) for rank, nbytes in memory]
     tokens = min(
         pool_tokens(*limit, context=longest, chunk=chunk, sequences=count, cached_sequences=requested.sequences, dtype=dtype)
         for limit in limits
@@ -182,6 +182,15 @@ def cache_memory_nbytes(requested: str | int | None, free: int) -> int | None:
     if requested is None:
         return None
     return free // 2 if requested == "half" else parse_nbytes(requested)
+
+
+def _check_cache_memory(nbytes: int | None, free: int) -> None:
+    """Refuse a KV cache that exceeds the free memory: it would be allocated, and fail while sequences run."""
+    if nbytes is not None and nbytes > free:
+        raise SettingsError(
+            f"cache_memory={format_nbytes(nbytes)} is more than the {format_nbytes(max(0, free))} of free memory. Give less, "
+            f"or 'half' of what is free."
+        )
 
 
 def pool_tokens(

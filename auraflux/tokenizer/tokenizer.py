@@ -24,6 +24,9 @@ from auraflux.weights.formats.untrusted import FLAG, read_text, regular_file, sh
 REPLY = "placeholder-reply"
 # special tokens that end a document in every vocabulary that has them, even if its config names others
 DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>")
+# placeholders of images and audio, which no text has, even if a file lists them as ordinary tokens
+MEDIA = tuple(f"<{part}_{kind}>" for kind in ("image", "audio", "video") for part in ("start_of", "end_of"))
+MEDIA += ("<image_soft_token>", "<audio_soft_token>", "<video_soft_token>")
 MAX_TOKENIZER_NBYTES = 256 << 20
 MAX_TEMPLATE_NBYTES = 1 << 22
 
@@ -57,7 +60,8 @@ class Tokenizer:
         # added where the post-processor of tokenizer.json has not done so
         self._first, self._last = first, last
         added = inner.get_added_tokens_decoder()
-        self.special_ids = frozenset(number for number, token in added.items() if token.special)
+        media = {number for each in MEDIA if (number := inner.token_to_id(each)) is not None}
+        self.special_ids = frozenset(number for number, token in added.items() if token.special) | media
         self._added = {token.content: number for number, token in added.items()}
         self._pieces = TokenBytes(inner)
 

@@ -49,11 +49,12 @@ class FormatSpeed(NamedTuple):
 
 
 def format_speeds(
-    checkpoint: Checkpoint, rename: Rename, bits: int | None = None, gpu: Capability = HOPPER
+    checkpoint: Checkpoint, rename: Rename, bits: int | None = None, gpu: Capability | None = HOPPER
 ) -> list[FormatSpeed]:
     """Return the kernels of each format, routed experts listed separately, sorted by parameter count.
 
     bits  quantization of dense matrices at load time; None loads them unquantized
+    gpu   capability of the GPU; None for the CPU alone
     """
     groups: dict[tuple[str, bool], list[str]] = {}
     for name in checkpoint.sizes():
@@ -71,7 +72,7 @@ def format_speeds(
 
 
 def _format_speed(
-    checkpoint: Checkpoint, label: str, experts: bool, names: list[str], bits: int | None, gpu: Capability
+    checkpoint: Checkpoint, label: str, experts: bool, names: list[str], bits: int | None, gpu: Capability | None
 ) -> FormatSpeed:
     by_size = sorted(names, key=lambda name: math.prod(checkpoint.shape(name)[-2:]))
     precision, example = _precision(checkpoint, by_size[0]), _example(checkpoint, by_size[0])
@@ -80,10 +81,10 @@ def _format_speed(
         precision, example = f"quantized to {bits} bits in groups of 64", _quantized(example, bits)
     shape = (STACKED, rows, width) if experts else (rows, width)
     speeds: dict[str, dict[str, RouteSpeed]] = {}
-    for backend in BACKENDS:
+    for backend in BACKENDS if gpu is not None else ("cpu",):
         weight = fake_weight(_kernel_layout(example, backend), shape)
         try:
-            speeds[backend] = {name: speed_of(weight, count, backend, gpu) for name, count in TOKENS.items()}
+            speeds[backend] = {name: speed_of(weight, count, backend, gpu or HOPPER) for name, count in TOKENS.items()}
         except ModuleNotFoundError as err:
             speeds[backend] = dict.fromkeys(TOKENS, RouteSpeed("not known", f"{err.name} is not installed"))
     return FormatSpeed(label, experts, precision, speeds)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from auraflux.cli import main
@@ -102,7 +103,7 @@ def test_inspect_notes_quantized_formats(kind: str, label: str, note: str, tmp_p
 )
 def test_inspect_shows_the_kernels_of_formats(kind: str, label: str, precision: str, cpu: str, tmp_path: Path):
     rewrite(tiny(text=False), tmp_path / "q", *FOLDERS[kind])
-    found = json.loads(call("inspect", tmp_path / "q", "--json").stdout)
+    found = json.loads(call("inspect", tmp_path / "q", "--device", "cuda", "--json").stdout)
     run = next(each for each in found["runs"] if each["format"] == label)
     assert run["precision"] == precision
     assert not run["experts"]
@@ -110,6 +111,14 @@ def test_inspect_shows_the_kernels_of_formats(kind: str, label: str, precision: 
     assert set(run["speeds"]) == {"cpu", "cuda"}
     assert all(speed["method"] and speed["speed"] for speeds in run["speeds"].values() for speed in speeds.values())
     assert found["advice"] == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_inspect_shows_no_gpu_kernels_without_a_gpu(model: Path):
+    found = json.loads(call("inspect", model, "--json").stdout)
+    assert found["gpu"] is None
+    assert all(set(run["speeds"]) == {"cpu"} for run in found["runs"])
+    assert "H200" not in call("inspect", model).stdout
 
 
 def test_inspect_shows_dense_weights_as_quantized(tmp_path: Path):
@@ -239,5 +248,5 @@ def test_inspect_and_plan_divide_gpu_memory(tmp_path: Path):
     assert "6 of 10 experts" in printed
     planned = call("plan", folder, "--gpu-memory", "1MB")
     assert planned.exit_code == 0
-    assert "refused" in planned.stdout
+    assert "does not run: 1.00 MB of GPU memory is too little" in planned.stdout
     assert "give --hosts, or --gpu-memory" in call("plan", folder).stderr

@@ -130,19 +130,21 @@ def test_check_counts_a_crash_as_wrong(one_op):
 
 def test_a_case_is_explained():
     pytest.importorskip("triton")
-    done = CliRunner().invoke(main, ["ops", "--explain", "add_norm_linears", "bf16-4-4096"])
+    done = CliRunner().invoke(main, ["ops", "--device", "cuda", "--explain", "add_norm_linears", "bf16-4-4096"])
     assert done.exit_code == 0
     *above, chosen = done.output.strip().splitlines()
     assert chosen.strip().startswith("> ")
     assert all(line.strip().startswith("- ") and ": " in line for line in above[1:])
-    found = json.loads(CliRunner().invoke(main, ["ops", "--explain", "add_norm_linears", "bf16-4-4096", "--json"]).output)
+    found = json.loads(
+        CliRunner().invoke(main, ["ops", "--device", "cuda", "--explain", "add_norm_linears", "bf16-4-4096", "--json"]).output
+    )
     assert found["bf16-4-4096"]["taken"] == chosen.strip().removeprefix("> ")
 
 
 @pytest.mark.parametrize(("words", "known"), [(["linar", "x"], "linear"), (["linear", "4bit"], "4bit-1")])
 def test_unknown_names_are_refused(words: list[str], known: str):
     pytest.importorskip("triton")
-    done = CliRunner().invoke(main, ["ops", "--explain", *words])
+    done = CliRunner().invoke(main, ["ops", "--device", "cuda", "--explain", *words])
     assert done.exit_code == 1
     assert done.output.startswith("error: there is no ")
     assert known in done.output
@@ -161,7 +163,7 @@ def test_a_case_is_explained_for_a_cpu():
 
 def test_a_model_is_explained():
     pytest.importorskip("triton")
-    done = CliRunner().invoke(main, ["ops", "--explain", "model", "llama-8b"])
+    done = CliRunner().invoke(main, ["ops", "--device", "cuda", "--explain", "model", "llama-8b"])
     assert done.exit_code == 0, done.output
     assert "llama-8b on an H200: decode" in done.output
     assert "llama-8b on an H200: prompt" in done.output

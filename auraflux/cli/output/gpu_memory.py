@@ -1,9 +1,9 @@
-"""Division of a GPU's memory in `auraflux inspect` and `auraflux plan`."""
+"""What of a model fits into a GPU: the table of `auraflux inspect` and `auraflux plan`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from auraflux.cli.output.units import memory_size
+from auraflux.cli.output.units import size
 from auraflux.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -66,27 +66,67 @@ def _document(plan: "GpuPlan") -> dict[str, Any]:
     }
 
 
-def show(console: Any, found: dict[str, Any]) -> None:
-    """Print the result of `collect`."""
+def show(console: Any, found: dict[str, Any], model: str) -> None:
+    """Print the result of `collect` for a model: one table, and a sentence on what it means."""
     from rich.markup import escape
     from rich.table import Table
 
-    title = f"division of {memory_size(found['total_nbytes'])} of GPU memory, besides the CUDA context"
+    total = found["total_nbytes"]
+    title = f"{escape(model)} in {size(total)} of GPU memory; the CUDA context comes on top"
     if found["refused"] is not None:
-        console.print(f"{title}: [red]refused[/red]. {escape(found['refused'])}")
+        console.print(f"{title}\n[red]does not run[/red]: {escape(found['refused'])}", soft_wrap=True)
         return
-    table = Table("part", title=title, title_justify="left")
-    table.add_column("size", justify="right")
+    table = Table("where", "what", title=title, title_justify="left")
+    for name in ("size", "share"):
+        table.add_column(name, justify="right")
     table.add_column("")
-    pooled = found["slots"] is not None
-    table.add_row("weights", memory_size(found["weights_nbytes"]), "all but experts" if pooled else "all, experts included")
-    cached = f"{found['context']:,} tokens a sequence, {found['cache_tokens']:,} in all"
-    table.add_row("KV cache", memory_size(found["cache_nbytes"]), cached)
-    table.add_row("workspace", memory_size(found["workspace_nbytes"]), f"prefill chunks of {found['chunk']:,} tokens")
-    if pooled:
-        table.add_row("expert slots", memory_size(found["slots_nbytes"]), f"{found['slots']:,} of {found['experts']:,} experts")
-        there = memory_size(max(0, found["host_free_nbytes"]))
+    where = "GPU"
+    for what, nbytes, note in _gpu_rows(found):
+        table.add_row(where, what, size(nbytes), f"{nbytes / total:.0%}", note)
+        where = ""
+    fits = True
+    if found["slots"] is not None:
         fits = found["host_nbytes"] <= found["host_free_nbytes"]
-        note = f"all experts; {there} can be used" if fits else f"[red]too little[/red]: {there} can be used"
-        table.add_row("host memory", memory_size(found["host_nbytes"]), note)
+        usable = size(max(0, found["host_free_nbytes"]))
+        share = f"{found['host_nbytes'] / max(1, found['host_free_nbytes']):.0%}"
+        table.add_row("host", "all experts", size(found["host_nbytes"]), share, f"{usable} can be used")
     console.print(table)
+    verdict, options = _verdict(found, fits)
+    console.print(verdict, soft_wrap=True)
+    if options is not None:
+        console.print(f"  auraflux chat {escape(model)} {options}", soft_wrap=True)
+
+
+def _gpu_rows(found: dict[str, Any]) -> list[tuple[str, int, str]]:
+    """Return the parts of a GPU's memory: name, bytes, note."""
+    pooled = found["slots"] is not None
+    tokens = f"{found['context']:,} tokens a sequence, {found['cache_tokens']:,} in all"
+    rows = [
+        ("weights but experts" if pooled else "all weights", found["weights_nbytes"], ""),
+        ("KV cache", found["cache_nbytes"], tokens),
+        ("workspace", found["workspace_nbytes"], f"prefill of {found['chunk']:,} tokens at a time"),
+    ]
+    if pooled:
+        share = found["slots"] / max(1, found["experts"])
+        rows.append(
+            ("expert slots", found["slots_nbytes"], f"{found['slots']:,} of {found['experts']:,} experts ({share:.0%})")
+        )
+    free = found["total_nbytes"] - sum(nbytes for _, nbytes, _ in rows)
+    return [*rows, ("free", free, "")] if free > 0 else rows
+
+
+def _verdict(found: dict[str, Any], fits: bool) -> tuple[str, str | None]:
+    """Return what the table means, and the options of a command that does it; None for a model that does not fit."""
+    if found["slots"] is None:
+        return "[green]fits[/green]: the whole model runs on the GPU.", "--device cuda"
+    if not fits:
+        return (
+            "[red]does not fit[/red]: the experts exceed the host memory that can be used. Run 'auraflux pack' on the model: a "
+            "packed one also reads experts from disk.",
+            None,
+        )
+    return (
+        "[green]fits[/green] with experts in host memory: experts of a token without a slot are copied to the GPU, or computed "
+        "by the CPU.",
+        f"--gpu-memory {found['total_nbytes'] / 1e9:g}GB",
+    )
