@@ -7,7 +7,7 @@ from tests.serve.page.conftest import Site, ask
 expect = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed").expect
 pytestmark = pytest.mark.slow
 
-# the server is asked every 0.9 seconds; a busy machine takes longer
+# the server is asked every 0.7 seconds; a busy machine takes longer
 WITHIN_MS = 10_000
 
 

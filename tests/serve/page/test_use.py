@@ -136,6 +136,7 @@ def test_a_file_that_is_not_an_export_is_refused(page, tmp_path):
 
 
 def test_page_waits_for_a_loading_model(page, site):
+    expect(page.locator("#server-text")).to_have_text("example-model")
     site.app.state.loading = 2
     ask(page, "wait for it")
     assert len(site.received) == 3

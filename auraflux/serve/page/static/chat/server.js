@@ -1,8 +1,8 @@
-// Watches the server: asks every second whether it is ready, and for its model when it became ready.
+// Watches the server: asks several times in two seconds whether it is ready, and for its model when it became ready.
 
 import { askForNewKey, key, pause, request, ServerError } from "./api.js";
 
-const EVERY_S = 0.9;
+const EVERY_S = 0.7;
 const TIMEOUT_MS = 1000;
 
 export class Server {
