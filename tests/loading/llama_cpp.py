@@ -30,13 +30,13 @@ def ask(llama: Any, where: str, what: dict[str, Any]) -> dict[str, Any]:
         return json.loads(answer.read())
 
 
-def perplexities(model: LanguageModel, llama: Any, ids: list[int]) -> tuple[float, float]:
-    """Return the perplexity of tokens here and by llama.cpp, over those that llama.cpp reports."""
+def perplexities(model: LanguageModel, llama: Any, ids: list[int], first: int = 1) -> tuple[float, float]:
+    """Return the perplexity of tokens from `first` on here and by llama.cpp, over those that llama.cpp reports."""
     log = torch.log_softmax(model.logits(ids)[:-1].float(), -1)
-    ours = -log.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
-    theirs = [likelihood(llama, ids[:at], ids[at]) for at in range(1, len(ids))]
+    ours = -log.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)[first - 1 :]
+    theirs = [likelihood(llama, ids[:at], ids[at]) for at in range(first, len(ids))]
     pairs = [(float(own), -found) for own, found in zip(ours, theirs, strict=True) if found is not None]
-    assert len(pairs) > 0.98 * (len(ids) - 1)
+    assert len(pairs) > 0.98 * len(theirs)
     own, found = (math.exp(sum(each) / len(pairs)) for each in zip(*pairs, strict=True))
     print(f"perplexity: {own:.3f} here, {found:.3f} by llama.cpp, over {len(pairs)} tokens")
     return own, found

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from auraflux.eval.text import read_files
 from auraflux.loading.language_model import LanguageModel
