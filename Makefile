@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-QUESTION ?= Why is the sky blue? Answer in two sentences.
+QUESTION ?= How do plants make food? Answer in two sentences.
 # hundreds of processes import the same modules: what one has compiled, the others read
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --quiet --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
@@ -21,7 +21,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 # fetch a small model on first use and let it answer with the compressed cache
 demo: $(INSTALLED)
-	$(BIN)/auraflux generate --chat --prompt "$(QUESTION)" --max-tokens 120
+	$(BIN)/auraflux generate --chat --temperature 0 --prompt "$(QUESTION)" --max-tokens 120
 
 # everything that runs without a GPU in a few minutes
 test: $(INSTALLED)

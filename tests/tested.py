@@ -215,6 +215,7 @@ Every entry stands for a passing test that loaded a model of the family, in the 
 results with another library. `make table` generates this page; `cuda` entries come from a machine with a GPU, see
 [CONTRIBUTING](../CONTRIBUTING.md). Blank combinations are untested and may still work: weight formats are independent of model
 families, and most format tests use one small family. `reference` means that only the reference ops ran, no kernel.
+Weights are random, except those of three small dense models: [models.md](models.md#verification) names them.
 
 {by_family(found)}
 

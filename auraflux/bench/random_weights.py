@@ -224,7 +224,7 @@ def random_language(
     calibrate     "off", or any other value to calibrate its keys
     experts       routing and memory of experts
     """
-    dtype, settings = activation_dtype(device), settings.for_family(family_name(config))
+    dtype, settings = activation_dtype(device), settings.for_family(family_name(config)).for_device(device.type)
     sizes: dict[str, Any] = {"context": context, "sequences": sequences + 1, "dtype": dtype}
     sizes["chunk"] = chunk_for(device, invariant)
     if cache_nbytes is not None:

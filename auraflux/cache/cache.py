@@ -86,7 +86,9 @@ class Cache:
         self.layers: list[Any] = [self._build(shape, bits, number) for number, (shape, bits) in kinds]
         for shape in shapes:
             if shape.attends:
-                self.group(shape.span, shape.page).uncompressed_nbytes += shape.uncompressed_nbytes
+                # shapes count bf16
+                nbytes = shape.uncompressed_nbytes * dtype.itemsize // 2
+                self.group(shape.span, shape.page).uncompressed_nbytes += nbytes
         self.format = self._format(plan)
         self._check_budget()
 
@@ -96,7 +98,8 @@ class Cache:
         # the GPU and the CPU codec order codes differently
         device = self.device.type if quantized else None
         digest = None if self.key_calibration is None else self.key_calibration.digest
-        window = (settings.resolved_sink_tokens, settings.resolved_recent_window, digest) if quantized else ()
+        rows = settings.resolved_sink_tokens, settings.resolved_recent_window, settings.bf16_window
+        window = (*rows, digest) if quantized else ()
         return repr((self.shapes, plan, *window, settings.seed, self.page, self.dtype, device))
 
     def _check_budget(self) -> None:
@@ -196,7 +199,7 @@ class Cache:
 
     @property
     def uncompressed_nbytes(self) -> int:
-        """Bytes that the stored tokens and states would take in bf16 without quantization."""
+        """Bytes that the stored tokens and states would take without quantization, in this cache's dtype."""
         states = self.states.nbytes if self.has_states else 0
         groups = self._page_groups.values()
         return states + sum(group.pool.used * group.size * group.uncompressed_nbytes for group in groups)

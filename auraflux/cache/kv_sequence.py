@@ -25,8 +25,12 @@ class SequenceState(Protocol):
     def slot(self) -> int | None: ...
     @property
     def nbytes(self) -> int: ...
-    @property
-    def uncompressed_nbytes(self) -> int: ...
+    def used_nbytes(self, length: int) -> int:
+        """Return the bytes that a sequence of `length` tokens fills."""
+
+    def uncompressed_nbytes(self, length: int) -> int:
+        """Return the bytes that they would take without quantization; 0 if they are copies of quantized tokens."""
+
     def release_expired(self, length: int) -> None: ...
     def extend(self, length: int, new: int) -> None: ...
     def can_truncate(self, length: int) -> bool: ...
@@ -160,14 +164,20 @@ class KVSequence:
         return sum(state.nbytes for state in self.group_states.values())
 
     @property
+    def used_nbytes(self) -> int:
+        """Bytes of its tokens and states: less than `nbytes`, because the last pages are partly empty."""
+        return sum(state.used_nbytes(self.length) for state in self.group_states.values())
+
+    @property
     def full_precision_nbytes(self) -> int:
-        """Bytes of the sink and recent tokens stored in full precision in addition to their codes."""
-        return sum(state.nbytes for state in self.group_states.values() if state.uncompressed_nbytes == 0)
+        """Bytes of `used_nbytes` for sink and recent tokens, stored in full precision in addition to their codes."""
+        states = (state for state in self.group_states.values() if state.uncompressed_nbytes(self.length) == 0)
+        return sum(state.used_nbytes(self.length) for state in states)
 
     @property
     def uncompressed_nbytes(self) -> int:
-        """Bytes that its tokens and states would take in bf16 without quantization."""
-        return sum(state.uncompressed_nbytes for state in self.group_states.values())
+        """Bytes that its tokens and states would take without quantization, in the dtype of this cache."""
+        return sum(state.uncompressed_nbytes(self.length) for state in self.group_states.values())
 
     @property
     def checkpoints(self) -> list[int]:

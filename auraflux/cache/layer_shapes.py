@@ -59,6 +59,10 @@ def _full_precision_groups(cache: LayerContext) -> tuple[LayerGroup | None, Laye
     return sinks, cache.group(recent_window, RECENT_PAGE) if recent_window else None
 
 
+def _window_dtype(cache: LayerContext) -> torch.dtype:
+    return torch.bfloat16 if cache.settings.bf16_window else cache.dtype
+
+
 @dataclass(frozen=True)
 class AttentionShape:
     """Attention with keys and values per head.
@@ -102,7 +106,7 @@ class AttentionShape:
         if bits is None or (self.window is not None and self.window <= settings.resolved_recent_window):
             dense = ContextParallelDenseLayer if group.page_shard.is_sharded else DenseLayer
             return dense(group, self.heads, self.width, self.value_width or self.width, cache.dtype)
-        sizes = self.heads, self.width, self.width, cache.dtype
+        sizes = self.heads, self.width, self.width, _window_dtype(cache)
         sinks, recent = (None if each is None else DenseLayer(each, *sizes) for each in _full_precision_groups(cache))
         calibration = cache.layer_calibration(number, self.heads, self.width)
         quantized = ContextParallelQuantizedLayer if group.page_shard.is_sharded else QuantizedLayer
@@ -154,7 +158,8 @@ class LatentShape:
             raise SettingsError(
                 "context-parallel latents have no full-precision window: leave out --sink-tokens and --recent-window."
             )
-        sinks, recent = (None if group is None else LatentRows(group, self.width, cache.dtype) for group in groups)
+        dtype = _window_dtype(cache)
+        sinks, recent = (None if group is None else LatentRows(group, self.width, dtype) for group in groups)
         sizes = self.width, self.rope, bits[0], cache.settings.seed, cache.dtype
         quantized = ContextParallelQuantizedLatentLayer if sharded else QuantizedLatentLayer
         return quantized(cache.group(None), *sizes, sinks, recent)

@@ -25,7 +25,7 @@ class LayerGroup:
     rollback_tokens      positions retained past the span: truncating by up to as many needs no checkpoint
     limit                only the first `limit` positions are stored; None for all
     page_shard           pages that have memory on this rank
-    uncompressed_nbytes  of a token in all layers of the group, in bf16
+    uncompressed_nbytes  of a token in all layers of the group without quantization
     stores               of all layers; those of other ranks are on the meta device
     local_stores         of layers that have memory on this rank
     page_nbytes          of a page in all stores
@@ -199,9 +199,11 @@ class PageTable:
     def nbytes(self) -> int:
         return len(self.pages) * self.group.page_nbytes
 
-    @property
-    def uncompressed_nbytes(self) -> int:
-        return len(self.pages) * self.group.size * self.group.uncompressed_nbytes
+    def used_nbytes(self, length: int) -> int:
+        return self.group.resident_tokens(length) * self.group.page_nbytes // self.group.size
+
+    def uncompressed_nbytes(self, length: int) -> int:
+        return self.group.resident_tokens(length) * self.group.uncompressed_nbytes
 
     def release_expired(self, length: int) -> None:
         """Release the pages that no query from `length` - rollback_tokens on attends to."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from auraflux.defaults import AUTO, KV, KV_BITS, KV_OF, RECENT_WINDOW, SINK_TOKENS
+from auraflux.defaults import AUTO, CPU_RECENT_WINDOW, KV, KV_BITS, KV_OF, RECENT_WINDOW, SINK_TOKENS
 from auraflux.errors import SettingsError
 from auraflux.renamed import renamed_fields
 
@@ -66,6 +66,7 @@ class CacheSettings:
     sparse_v           skip quantized values whose attention weight is below this share; 1e-6 loses nothing
     seed               of the rotation; part of the format
     checkpoint_stride  tokens between automatic checkpoints of a sequence; None for none
+    device             "cpu" or "cuda": whose defaults apply, see `for_device`; None for a GPU's
     checkpoint_nbytes  budget of all checkpoints together; the least recently used are evicted first
     """
 
@@ -78,6 +79,7 @@ class CacheSettings:
     seed: int = 0
     checkpoint_stride: int | None = None
     checkpoint_nbytes: int = 1 << 30
+    device: str | None = None
 
     def __post_init__(self) -> None:
         parse_kv(self.kv)
@@ -104,6 +106,15 @@ class CacheSettings:
         """Return the settings with "auto" replaced by the bits of a model family."""
         return replace(self, kv=KV_OF.get(family, KV)) if self.kv == AUTO else self
 
+    def for_device(self, device: str) -> "CacheSettings":
+        """Return the settings with the defaults of a device: on a CPU, a longer recent window, stored in bf16."""
+        return replace(self, device=device)
+
+    @property
+    def bf16_window(self) -> bool:
+        """True if sink and recent tokens are stored in bf16, whatever the cache's other tensors are."""
+        return self.device == "cpu"
+
     @property
     def resolved_sink_tokens(self) -> int:
         """Number of sink tokens that quantized layers store in full precision, with the default filled in."""
@@ -112,7 +123,8 @@ class CacheSettings:
     @property
     def resolved_recent_window(self) -> int:
         """Number of recent tokens that quantized layers store in full precision, with the default filled in."""
-        return RECENT_WINDOW if self.recent_window is None else self.recent_window
+        default = CPU_RECENT_WINDOW if self.device == "cpu" else RECENT_WINDOW
+        return default if self.recent_window is None else self.recent_window
 
     def plan(self, shapes: Sequence[Shape]) -> list[Bits | None]:
         """Return the bits of each layer; None for layers that are not quantized."""

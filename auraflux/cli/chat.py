@@ -58,11 +58,12 @@ def chat(model: str | None, system: str | None, stats: bool, **chosen: Any) -> N
 
     MODEL is a folder, a GGUF file or a name; without it, the built-in model.
     """
-    settings = sampling(chosen, temperature=0.7, top_p=0.95)
+    settings = sampling(chosen)
     stdin()
     loaded = load_model(model, chosen, chat=True)
     kv = loaded.engine.cache.settings.kv
-    click.echo(f"{loaded.path.stem}, context {loaded.context} tokens, KV cache {kv}. /help lists the commands.", err=True)
+    facts = f"{loaded.path.stem}, context {loaded.context} tokens, KV cache {kv}, {loaded.default_sampling}"
+    click.echo(f"{facts}. /help lists the commands.", err=True)
     Conversation(loaded, system, settings, kv, stats).run(_reader())
 
 

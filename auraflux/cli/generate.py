@@ -125,14 +125,7 @@ def figures(stats: "Stats", kv: str) -> str:
         parts[-1] += f" ({_finish(stats.finish_reasons)})"
     if stats.drafted:
         parts[-1] += f", {stats.tokens_per_step:.1f} per step, accepted {stats.accepted} of {stats.drafted} draft tokens"
-    cache = f"KV cache {size(stats.cache_nbytes)}"
-    if kv != "none" and stats.cache_nbytes:
-        full_precision = f", {size(stats.full_precision_nbytes)} in full precision" if stats.full_precision_nbytes else ""
-        cache += f" ({kv}{full_precision}); uncompressed {size(stats.uncompressed_nbytes)}"
-        # most of a short sequence is sink and recent tokens in full precision
-        if stats.uncompressed_nbytes > stats.cache_nbytes:
-            cache += f", {stats.uncompressed_nbytes / stats.cache_nbytes:.1f}x"
-    parts.append(cache)
+    parts.append(_cache_figures(stats, kv))
     if stats.experts is not None:
         parts.append(summary(stats.experts.total))
     if stats.invariant:
@@ -149,6 +142,16 @@ def _finish(reasons: tuple[str, ...]) -> str:
     """Say why the sequences ended."""
     counts = Counter(FINISH_REASONS.get(reason, reason) for reason in reasons)
     return ", ".join(reason if n == len(reasons) else f"{n} {reason}" for reason, n in counts.most_common())
+
+
+def _cache_figures(stats: "Stats", kv: str) -> str:
+    """Summarize the memory of the KV cache: used, allocated, and what --kv none would use."""
+    used, uncompressed = stats.cache_nbytes, stats.uncompressed_nbytes
+    text = f"KV cache {size(used)} ({kv}) of {size(stats.allocated_nbytes)} allocated"
+    # nearly all of a shorter sequence is sink and recent tokens in full precision
+    if 0 < used < uncompressed:
+        text += f", {uncompressed / used:.1f}x smaller than uncompressed ({size(uncompressed)})"
+    return text
 
 
 def _tokens(count: int) -> str:

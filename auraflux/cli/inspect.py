@@ -144,7 +144,7 @@ def _collect(
         "experts": None if experts is None else inspect_experts.measure(experts, k, free, expert_memory),
         "full_precision": {
             "sink_tokens": CacheSettings().resolved_sink_tokens,
-            "recent_window": CacheSettings().resolved_recent_window,
+            "recent_window": CacheSettings().for_device("cpu").resolved_recent_window,
             "nbytes": full_precision_nbytes(shapes),
         },
         "calibration": find_cached(checkpoint.path),

@@ -141,6 +141,7 @@ def _serve_model(model: str | None, connection: Any, where: str, chosen: dict[st
     facts = model_process.facts
     size = f"{facts.max_sequences} sequences of up to {facts.context} tokens, KV cache {facts.kv}"
     log.info("ready: %s on %s, %s", facts.name, facts.device, size)
+    log.info("requests that name no sampling settings: %s", facts.default_sampling)
     log.info("chat page %s/, OpenAI's clients %s/v1, Anthropic's %s", where, where, where)
     model_process.run()
     model_process.scheduler.prefix_cache.save_all()

@@ -41,9 +41,10 @@ class RequestStats:
     queue_s                from arrival to admission
     ttft_s                 from arrival to the first token
     total_s                from arrival to the last token
-    cache_nbytes           of the sequence in the KV cache
-    uncompressed_nbytes    that the same tokens would take in bf16
-    full_precision_nbytes  of cache_nbytes, sink and recent tokens in full precision
+    cache_nbytes           of the sequence in the KV cache: its tokens and states
+    full_precision_nbytes  of these, sink and recent tokens in full precision
+    allocated_nbytes       of the pages and states that hold them
+    uncompressed_nbytes    that the same tokens would take with kv="none", in the same dtype
     steps                  decode steps
     drafted                draft tokens verified, see `speculative/speculation.py`
     accepted               draft tokens accepted
@@ -58,6 +59,7 @@ class RequestStats:
     cache_nbytes: int = 0
     uncompressed_nbytes: int = 0
     full_precision_nbytes: int = 0
+    allocated_nbytes: int = 0
     steps: int = 0
     drafted: int = 0
     accepted: int = 0

@@ -1,8 +1,8 @@
-"""Sampling settings of a request. Plain data; `sampler.py` applies them."""
+"""Sampling settings of a request, and a model's defaults for them. Plain data; `sampler.py` applies them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from auraflux.errors import InputError
@@ -11,6 +11,9 @@ from auraflux.renamed import renamed_fields
 MAX_TEMPERATURE = 1_000_000
 MAX_PENALTY = 1_000
 MAX_BIAS = 1e9
+# values that turn a setting off
+NEUTRAL = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+DEFAULTED = ("temperature", *NEUTRAL)  # settings with a default per model
 
 
 @renamed_fields({"endless": "ignore_eos"})
@@ -103,3 +106,33 @@ class Sampling:
 
 def _is_number(value: object) -> bool:
     return type(value) in (int, float)
+
+
+@dataclass(frozen=True)
+class DefaultSampling:
+    """Settings of requests that leave them out; None for those of `Sampling`, which is greedy.
+
+    source  of the settings, in a few words
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    source: str = "default"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings by name, without those that are None."""
+        return {name: value for name, value in asdict(self).items() if name != "source" and value is not None}
+
+    def sampling(self, **given: Any) -> Sampling:
+        """Return the settings of a request; a given None leaves the setting out."""
+        return Sampling(**{**self.settings, **{name: value for name, value in given.items() if value is not None}})
+
+    def __str__(self) -> str:
+        shown = [f"{name.replace('_', '-')} {value:g}" for name, value in self.settings.items() if value != NEUTRAL.get(name)]
+        return f"{', '.join(shown) or 'greedy'} ({self.source})"

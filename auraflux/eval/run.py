@@ -1,7 +1,7 @@
 """An evaluation run: every setting on text, copies, needles, tool calls and speed. An interrupted run resumes."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -79,10 +79,11 @@ class Evaluation:
         exact: bool,
         report: Report,
     ):
-        self.engine_for, self.calibration_for, self.settings, self.tasks = engine_for, calibration_for, settings, tasks
+        self.engine_for, self.calibration_for, self.tasks = engine_for, calibration_for, tasks
         self.state, self.exact, self.report = state, exact, report
-        self._shapes = engine_for(None).cache.shapes
-        self.caches = {setting.name: cache_of(setting, self._shapes) for setting in settings}
+        device, self._shapes = engine_for(None).device.type, engine_for(None).cache.shapes
+        self.settings = [replace(setting, cache=setting.cache.for_device(device)) for setting in settings]
+        self.caches = {setting.name: cache_of(setting, self._shapes) for setting in self.settings}
 
     def run(self) -> list[dict[str, Any]]:
         """Run the tasks without results; return one row per setting."""

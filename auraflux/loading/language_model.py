@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from auraflux.engine.request import Output, Request, RequestStats
-from auraflux.engine.sampling import Sampling
+from auraflux.engine.sampling import DefaultSampling, Sampling
 from auraflux.errors import InputError, SettingsError
 from auraflux.scheduler.scheduler import Scheduler
 from auraflux.scheduler.sequence import Sequence as RunningSequence
@@ -34,6 +34,7 @@ class LanguageModel:
     stats       of the last generation
     notes       remarks for the user on how the weights were loaded
     experts     store or pool of experts that are not all on the device; its `cache_stats()` counts hits, misses and bytes
+    default_sampling  settings of generations that leave them out
     """
 
     def __init__(
@@ -44,9 +45,11 @@ class LanguageModel:
         experts: ExpertStore | GpuExpertPool | None = None,
         *,
         model_type: str = "",
+        default_sampling: DefaultSampling | None = None,
     ):
         self.scheduler, self.engine, self.tokenizer = scheduler, scheduler.engine, scheduler.admission.tokenizer
         self.path, self.notes, self.experts, self.model_type = path, notes, experts, model_type
+        self.default_sampling = default_sampling or DefaultSampling()
         self.stats = Stats()
 
     @property
@@ -66,7 +69,10 @@ class LanguageModel:
                 sequence.close()
 
     def generate(self, prompt: Prompt, **sampling: Any) -> Iterator[str]:
-        """Continue a prompt and stream text. `sampling` takes the fields of `Sampling`: max_tokens, temperature, ..."""
+        """Continue a prompt and stream text. `sampling` takes the fields of `Sampling`: max_tokens, temperature, ...
+
+        Settings that are left out are those of `default_sampling`; temperature=0 is greedy.
+        """
         outputs = self._stream(self._ids(prompt), sampling)
         return (output.text for _, output in outputs if output.text)
 
@@ -145,7 +151,7 @@ class LanguageModel:
 
     def _request(self, prompt: list[int], sampling: dict[str, Any], ends: frozenset[int] | None = None) -> Request:
         """Build a request that the scheduler will admit."""
-        request = Request(tuple(prompt), _sampling(sampling), stop_token_ids=ends)
+        request = Request(tuple(prompt), self._sampling(sampling), stop_token_ids=ends)
         self.scheduler.check(request)
         return request
 
@@ -155,6 +161,13 @@ class LanguageModel:
         return self._request(
             prompt, sampling, self.scheduler.admission.stop_token_ids | self._need_tokenizer("a conversation").end_of_turn_ids
         )
+
+    def _sampling(self, given: dict[str, Any]) -> Sampling:
+        known = [field.name for field in fields(Sampling)]
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise InputError(f"unknown sampling settings: {', '.join(unknown)}. Known: {', '.join(known)}.")
+        return self.default_sampling.sampling(**given)
 
     def _traffic(self) -> ExpertCacheStatsByLayer | None:
         return None if self.experts is None or self.experts.resident else self.experts.cache_stats()
@@ -210,11 +223,3 @@ def _finish_reason(output: Output) -> str:
 def _raise_failure(sequence: RunningSequence) -> None:
     if sequence.failure is not None:
         raise sequence.failure
-
-
-def _sampling(given: dict[str, Any]) -> Sampling:
-    known = [field.name for field in fields(Sampling)]
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        raise InputError(f"unknown sampling settings: {', '.join(unknown)}. Known: {', '.join(known)}.")
-    return Sampling(**given)

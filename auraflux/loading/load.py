@@ -1,7 +1,9 @@
 """`load`: from a path or a name to a model that is ready to generate."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +16,7 @@ from auraflux.engine.device import chunk_for, device_memory, find_device, free_d
 from auraflux.engine.early_compile import start_compiling, stop_compiling
 from auraflux.engine.engine import Engine
 from auraflux.errors import SettingsError
+from auraflux.loading.default_sampling import default_sampling
 from auraflux.loading.gpu_plan import plan_gpu_memory
 from auraflux.loading.language_model import LanguageModel
 from auraflux.loading.memory_budget import RequestedSizes, free_model_memory, plan_memory
@@ -60,6 +63,7 @@ def load(
     prefix_disk: str | int | None = None,
     prefix_folder: str | Path | None = None,
     speculate: str | Path | None = None,
+    sampling: Mapping[str, Any] | None = None,
     parallel: str | Parallel | None = None,
     report: Report | None = None,
 ) -> LanguageModel:
@@ -89,6 +93,8 @@ def load(
                    default none
     speculate      speculative decoding: "ngram" drafts from the sequence so far, "mtp" with the model's MTP head, or a smaller
                    model with the same vocabulary drafts; the output does not change, see docs/speculation.md
+    sampling       sampling settings of requests that leave them out, such as {"temperature": 0}; by default those that
+                   the model recommends, see docs/sampling.md
     parallel       "pipeline=2", "tensor=2", "experts=2" or "context=2": run on several processes of this machine, each on its
                    own GPU where `device` is a GPU; or `Parallel`, which may name other machines. See docs/distributed.md
     report         called with a step's name, bytes done and bytes in total; by default a progress bar on a terminal
@@ -113,6 +119,7 @@ def load(
             gpu_memory=gpu_memory,
             calibrate=calibrate,
             speculate=speculate,
+            sampling=sampling or {},
             parallel=parallel,
             report=report,
         ),
@@ -122,7 +129,7 @@ def load(
 def load_with(path_or_name: str | Path | None, options: LoadOptions) -> LanguageModel:
     """Load a model with options, as `load` does."""
     device, settings, experts = find_device(options.device), options.cache_settings, options.expert_settings
-    ranks = options.ranks
+    settings, ranks = settings.for_device(device.type), options.ranks
     options.check()
     default_chunk = chunk_for(device, options.invariant)
     sizes = RequestedSizes(options.context, options.chunk, options.max_sequences, options.cache_memory, default_chunk)
@@ -167,7 +174,14 @@ def load_with(path_or_name: str | Path | None, options: LoadOptions) -> Language
         watch=source.watch,
         speculation=speculation,
     )
-    return LanguageModel(scheduler, source.path, loader.notes(), budget.pool or budget.experts, model_type=source.kind)
+    return LanguageModel(
+        scheduler,
+        source.path,
+        loader.notes(),
+        budget.pool or budget.experts,
+        model_type=source.kind,
+        default_sampling=default_sampling(source.checkpoint, options.sampling),
+    )
 
 
 def _gpu_memory(options: LoadOptions, device: torch.device) -> int | None:

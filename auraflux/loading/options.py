@@ -1,12 +1,15 @@
 """`LoadOptions`: the options of loading a model, shared by `auraflux.load`, the command line, the server and benchmarks."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from auraflux.cache import CacheSettings
 from auraflux.defaults import AUTO, CALIBRATE
 from auraflux.distributed.parallel import Parallel, parse_parallel
 from auraflux.engine import calibration
+from auraflux.engine.sampling import DEFAULTED, Sampling
 from auraflux.errors import SettingsError
 from auraflux.progress import Report
 from auraflux.quant import check_format
@@ -37,6 +40,7 @@ class LoadOptions:
     gpu_memory     GPU memory for everything, such as "8GB"; None for what is free
     calibrate      key calibration: "auto", "off" or a file
     speculate      draft tokens: "ngram", "mtp" or a draft model
+    sampling       default sampling settings, over those that the model recommends
     parallel       "pipeline=2", or `Parallel`
     report         called with progress; None for a bar on a terminal
     """
@@ -58,6 +62,7 @@ class LoadOptions:
     gpu_memory: str | int | None = None
     calibrate: str | Path = CALIBRATE
     speculate: str | Path | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     parallel: str | Parallel | None = None
     report: Report | None = None
 
@@ -71,6 +76,9 @@ class LoadOptions:
         if self.gpu_memory is not None:
             parse_nbytes(self.gpu_memory)
         calibration.check(self.calibrate)
+        if unknown := sorted(set(self.sampling) - set(DEFAULTED)):
+            raise SettingsError(f"sampling has {', '.join(unknown)}; a model's defaults may have {', '.join(DEFAULTED)}.")
+        Sampling(**self.sampling)
 
     @property
     def cache_settings(self) -> CacheSettings:

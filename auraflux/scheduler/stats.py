@@ -14,9 +14,10 @@ class Stats:
     prompt_tokens          computed by the model
     reused_tokens          of the prompt served by the prefix cache
     tokens                 generated, over all sequences
-    cache_nbytes           of the sequences in the KV cache
+    cache_nbytes           of the sequences in the KV cache: their tokens and states
     full_precision_nbytes  of these, sink and recent tokens in full precision
-    uncompressed_nbytes    that the same tokens would take in bf16
+    allocated_nbytes       of the pages and states that hold them
+    uncompressed_nbytes    that the same tokens would take with kv="none", in the same dtype
     steps                  decode steps, over all sequences
     drafted                draft tokens verified, see `speculative/speculation.py`
     accepted               draft tokens accepted
@@ -32,6 +33,7 @@ class Stats:
     decode_s: float = 0.0
     cache_nbytes: int = 0
     full_precision_nbytes: int = 0
+    allocated_nbytes: int = 0
     uncompressed_nbytes: int = 0
     steps: int = 0
     drafted: int = 0
@@ -50,6 +52,7 @@ class Stats:
         self.decode_s = max(one.total_s for one in all_) - min(one.ttft_s for one in all_)
         self.cache_nbytes = sum(one.cache_nbytes for one in all_)
         self.full_precision_nbytes = sum(one.full_precision_nbytes for one in all_)
+        self.allocated_nbytes = sum(one.allocated_nbytes for one in all_)
         self.uncompressed_nbytes = sum(one.uncompressed_nbytes for one in all_)
         self.steps = sum(one.steps for one in all_)
         self.drafted = sum(one.drafted for one in all_)

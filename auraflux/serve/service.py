@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from auraflux.engine.request import Request
-from auraflux.engine.sampling import Sampling
+from auraflux.engine.sampling import DefaultSampling, Sampling
 from auraflux.errors import ContextError, InputError, RankError, TemplateError
 from auraflux.serve.chat.conversation import Conversation, Format, partial_reply, system_message_variants
 from auraflux.serve.chat.output import ChatOutput, OutputParser, PlainTextParser
@@ -51,6 +51,11 @@ class Service:
         if self.link.facts is None:
             raise not_ready(self.link.unavailable_reason)
         return self.link.facts
+
+    @property
+    def default_sampling(self) -> DefaultSampling:
+        """Sampling settings of requests that leave them out."""
+        return self.facts.default_sampling
 
     @property
     def tokenizer(self) -> Tokenizer:

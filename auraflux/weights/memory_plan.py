@@ -10,6 +10,7 @@ import torch
 
 from auraflux.cache import Cache, CacheSettings
 from auraflux.cache.cache import LayerShape
+from auraflux.defaults import KV as DEFAULT_KV
 from auraflux.errors import SettingsError
 from auraflux.quant import QTensor, super_blocks
 from auraflux.quant.gguf_blocks import NOT_IN_MLX, memory_bits
@@ -203,16 +204,20 @@ def cache_nbytes(
 ) -> int:
     """Return the bytes of a KV cache for sequences of `context` tokens: all pages and states."""
     # on the meta device the cache's tensors take no memory
-    cache = Cache(list(shapes), CacheSettings(kv=kv), context=context, sequences=sequences, dtype=dtype, device="meta")
+    cache = Cache(list(shapes), _settings(kv, dtype), context=context, sequences=sequences, dtype=dtype, device="meta")
     return cache.reserved_nbytes
 
 
 def full_precision_nbytes(shapes: Sequence[LayerShape], dtype: torch.dtype = torch.float32) -> int:
     """Return the bytes of a sequence's full-precision KV with default settings; 0 if the KV cache cannot be quantized."""
     try:
-        return Cache(list(shapes), CacheSettings(), context=1, dtype=dtype, device="meta").sequence_nbytes
+        return Cache(list(shapes), _settings(DEFAULT_KV, dtype), context=1, dtype=dtype, device="meta").sequence_nbytes
     except SettingsError:
         return 0
+
+
+def _settings(kv: str, dtype: torch.dtype) -> CacheSettings:
+    return CacheSettings(kv).for_device("cpu" if dtype is torch.float32 else "cuda")
 
 
 def contexts(limit: int) -> list[int]:

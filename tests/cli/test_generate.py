@@ -99,7 +99,7 @@ def test_output_is_on_stdout_and_statistics_on_stderr():
     assert result.stdout.strip()
     assert "generated 5 tokens" in result.stderr
     assert re.search(
-        r"KV cache [\d.]+ [kM]B \(k4v4, [\d.]+ [kM]B in full precision\); uncompressed [\d.]+ [kM]B", result.stderr
+        r"KV cache [\d.]+ [kM]B \(k4v4\) of [\d.]+ [kM]B allocated, [\d.]+x smaller than uncompressed", result.stderr
     )
 
 

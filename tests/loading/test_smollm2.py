@@ -41,7 +41,7 @@ TEXT = (
 
 @pytest.fixture(scope="module")
 def model() -> LanguageModel:
-    return auraflux.load(exact=True, kv="none", context=1024, device="cpu")
+    return auraflux.load(exact=True, kv="none", context=1024, device="cpu", sampling={"temperature": 0})
 
 
 @pytest.fixture(scope="module")

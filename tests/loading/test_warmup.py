@@ -38,7 +38,9 @@ def saved(name: str) -> Path:
 
 
 def loaded(name: str = "qwen3_5_moe") -> LanguageModel:
-    return auraflux.load(saved(name), kv="k8v4", context=300, device="cpu", graphs=False, max_sequences=8)
+    return auraflux.load(
+        saved(name), kv="k8v4", context=300, device="cpu", graphs=False, max_sequences=8, sampling={"temperature": 0}
+    )
 
 
 class Stub:

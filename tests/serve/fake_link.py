@@ -10,6 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from auraflux.engine.request import Output, Request, RequestStats, TokenLogprob
+from auraflux.engine.sampling import DefaultSampling
 from auraflux.errors import BusyError, SettingsError
 from auraflux.serve.transport.link import Gauges, ModelFacts
 from auraflux.tokenizer.tokenizer import Tokenizer
@@ -17,6 +18,7 @@ from auraflux.weights.parallel.expert_placement import PlacementResult
 from tests.tokenizer.toy_tokenizers import byte_level
 
 NAME = "toy/model"
+DEFAULTS = DefaultSampling(temperature=0.2, top_k=9, source="test")
 # like many models' templates: tools in the first message, and a system message only first
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system
@@ -69,7 +71,7 @@ class FakeLink:
     def __init__(self, *scripts: Script | str, ready: bool = True, context: int = 4096):
         self.tokenizer: Tokenizer | None = make_tokenizer()
         vocab = self.tokenizer.vocab_size
-        self._facts = ModelFacts(NAME, "qwen3", context, vocab, frozenset({2}), "k8v4", "cpu", 4)
+        self._facts = ModelFacts(NAME, "qwen3", context, vocab, frozenset({2}), "k8v4", "cpu", 4, DEFAULTS)
         self.facts: ModelFacts | None = self._facts if ready else None
         self.unavailable_reason = "The model is being loaded; try again soon."
         self.gauges = Gauges(1, 2, 3, 12, 100, 40, 5, 6, 7, 8, 20, 15)

@@ -12,7 +12,7 @@ from auraflux.serve.chat.deltas import Content, Delta, Finish, Reasoning, ToolCa
 from auraflux.serve.failures import Failure
 from auraflux.serve.limits import Limits
 from auraflux.serve.transport.link import ModelFacts
-from tests.serve.fake_link import serving
+from tests.serve.fake_link import DEFAULTS, serving
 
 FACTS = ModelFacts(
     name="tiny",
@@ -62,7 +62,7 @@ class FakeService:
     """Answers every request with `script`, or raises `refusal`; records the conversations."""
 
     def __init__(self) -> None:
-        self.limits, self.facts = Limits(), FACTS
+        self.limits, self.facts, self.default_sampling = Limits(), FACTS, DEFAULTS
         self.script: Sequence[Sequence[Delta]] = HELLO
         self.refusal: Exception | None = None
         self.conversations: list[Conversation] = []

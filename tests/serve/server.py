@@ -69,7 +69,7 @@ def running(
     path: Path | None = None, *, settings: HttpSettings | None = None, buffer_nbytes: int | None = None, **options: Any
 ) -> Iterator[Served]:
     """Serve a model loaded with `options`; at the end, cancel what runs and close everything."""
-    model = auraflux.load(path or tiny(), "cpu", exact=True, **{"context": 512, "max_sequences": 4, **options})
+    model = auraflux.load(path or tiny(), "cpu", **{"exact": True, "context": 512, "max_sequences": 4, **options})
     ours, theirs = multiprocessing.Pipe()
     with ExitStack() as stack:
         stack.callback(ours.close)

@@ -36,7 +36,7 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def alone() -> LanguageModel:
-    return auraflux.load(tiny(), "cpu", exact=True, context=512, max_sequences=1)
+    return auraflux.load(tiny(), "cpu", exact=True, context=512, max_sequences=1, sampling={"temperature": 0})
 
 
 @pytest.fixture(autouse=True)

@@ -56,7 +56,7 @@ class Alone:
     """Reference outputs of a model that runs one request at a time."""
 
     def __init__(self, path: Path):
-        self._model = auraflux.load(path, "cpu", exact=True, context=CONTEXT, max_sequences=1)
+        self._model = auraflux.load(path, "cpu", exact=True, context=CONTEXT, max_sequences=1, sampling={"temperature": 0})
         self._outputs: dict[Question, str] = {}
 
     def __call__(self, question: Question) -> str:

@@ -193,8 +193,10 @@ class StateSlot:
     def nbytes(self) -> int:
         return 0 if self.suspended else self.group.slot_nbytes
 
-    @property
-    def uncompressed_nbytes(self) -> int:
+    def used_nbytes(self, length: int) -> int:
+        return self.nbytes
+
+    def uncompressed_nbytes(self, length: int) -> int:
         return self.nbytes
 
     def release_expired(self, length: int) -> None:

@@ -12,7 +12,7 @@ from auraflux.cli.options.early_checks import Bits, check_loading
 from auraflux.cli.options.importing import importing
 from auraflux.cli.options.renamed import Renamed
 from auraflux.cli.options.settings import cache_settings, expert_settings
-from auraflux.defaults import AUTO, CALIBRATE, KV, KV_OF, RECENT_WINDOW, SINK_TOKENS
+from auraflux.defaults import AUTO, CALIBRATE, CPU_RECENT_WINDOW, KV, KV_OF, RECENT_WINDOW, SINK_TOKENS, TEMPERATURE
 from auraflux.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -132,7 +132,8 @@ LOADING = [
         old="--newest",
         type=int,
         metavar="N",
-        help=f"Keep the most recent N tokens in full precision; by default {RECENT_WINDOW} with a quantized KV cache.",
+        help="Keep the most recent N tokens in full precision; with a quantized KV cache by default "
+        f"{CPU_RECENT_WINDOW} on a CPU, {RECENT_WINDOW} on a GPU.",
     ),
     calibrate_option,
     click.option(
@@ -190,19 +191,30 @@ HOSTS = [
     timeout_option,
 ]
 RANKS = [click.option("--parallel", "ranks", metavar="MODE=N", help=parallel_help), *HOSTS]
-SAMPLING = [
+DEFAULT_SAMPLING = [
     click.option(
-        "--max-tokens", "-n", type=int, metavar="N", help="Maximum tokens to generate; by default until the end token."
+        "--temperature",
+        "-t",
+        type=float,
+        help="Sampling temperature; 0 is greedy. This and the next six are by default what the model recommends "
+        f"(generation_config.json, GGUF metadata, docs/sampling.md), else temperature {TEMPERATURE}.",
     ),
-    click.option("--temperature", "-t", type=float, help="Sampling temperature; 0 is greedy."),
-    click.option("--top-k", type=int, help="Sample from the K most likely tokens."),
-    click.option("--top-p", type=float, help="Sample from the most likely tokens that together have probability P."),
+    click.option("--top-k", type=int, help="Sample from the K most likely tokens; 0 for all."),
+    click.option("--top-p", type=float, help="Sample from the most likely tokens that together have probability P; 1 for all."),
     click.option(
-        "--min-p", type=float, help="Sample from tokens with at least P times the probability of the most likely one."
+        "--min-p",
+        type=float,
+        help="Sample from tokens with at least P times the probability of the most likely one; 0 for all.",
     ),
     click.option("--repetition-penalty", type=float, help="Divide logits of tokens in the prompt or the output; 1 is off."),
     click.option("--presence-penalty", type=float, help="Subtract from logits of tokens in the output; 0 is off."),
     click.option("--frequency-penalty", type=float, help="Subtract once per occurrence in the output; 0 is off."),
+]
+SAMPLING = [
+    click.option(
+        "--max-tokens", "-n", type=int, metavar="N", help="Maximum tokens to generate; by default until the end token."
+    ),
+    *DEFAULT_SAMPLING,
     click.option("--seed", type=int, help="Seed of the sampler; the same seed gives the same output."),
     click.option("--stop", multiple=True, metavar="TEXT", help="Stop string; may be given several times."),
 ]
@@ -240,6 +252,7 @@ def load_options(
         gpu_memory=chosen.get("gpu_memory"),
         calibrate=chosen["calibrate"],
         speculate=chosen["speculate"],
+        sampling=default_sampling(chosen),
         parallel=parallel,
         report=report,
     )
@@ -328,11 +341,17 @@ def _follow_launched(model: str | None, wanted: "Parallel") -> None:
     os._exit(0)
 
 
-def sampling(chosen: dict[str, Any], **defaults: Any) -> dict[str, Any]:
-    """Return the given sampling settings over the command's defaults; refuse wrong ones before a model is loaded."""
+def sampling(chosen: dict[str, Any]) -> dict[str, Any]:
+    """Return the given sampling settings; refuse wrong ones before a model is loaded."""
     from auraflux.engine.sampling import Sampling
 
-    names = [field.name for field in fields(Sampling)]
-    found = {**defaults, **{name: chosen[name] for name in names if chosen.get(name) not in (None, ())}}
+    found = {field.name: chosen[field.name] for field in fields(Sampling) if chosen.get(field.name) not in (None, ())}
     Sampling(**found)
     return found
+
+
+def default_sampling(chosen: dict[str, Any]) -> dict[str, Any]:
+    """Return the given sampling settings that a model has defaults for; commands that do not sample have none."""
+    from auraflux.engine.sampling import DEFAULTED
+
+    return {name: chosen[name] for name in DEFAULTED if chosen.get(name) is not None}

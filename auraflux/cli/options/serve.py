@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from auraflux.cli.options.model import HOSTS, LOADING, model_argument, options, parallel_help
+from auraflux.cli.options.model import DEFAULT_SAMPLING, HOSTS, LOADING, model_argument, options, parallel_help
 from auraflux.cli.options.renamed import Renamed, notice
 from auraflux.errors import BackendError, InputError, SettingsError
 
@@ -111,6 +111,7 @@ SERVING = [
     ),
     click.option("--deadline", "deadline_s", type=float, metavar="S", help="Maximum seconds of a request."),
     click.option("--log-json", is_flag=True, help="Write the log as JSON, one object per line."),
+    *DEFAULT_SAMPLING,
     *LOADING,
     *RANDOM,
 ]

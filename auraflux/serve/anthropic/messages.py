@@ -31,7 +31,8 @@ def routes(service: Service) -> list[Operation]:
 
     async def count(request: Request) -> Response:
         body = await _read(service, request, CountRequest)
-        return JSONResponse({"input_tokens": await service.count_tokens(to_conversation(body, caller(request)))})
+        conversation = to_conversation(body, caller(request), service.default_sampling)
+        return JSONResponse({"input_tokens": await service.count_tokens(conversation)})
 
     summary = "Answer a conversation (Anthropic Messages)."
     counts = "Count the tokens of a conversation (Anthropic Messages)."
@@ -51,7 +52,7 @@ def error_response(failure: Failure, request_id: str | None) -> Response:
 async def _create(service: Service, request: Request) -> Response:
     body = await _read(service, request, MessagesRequest)
     model = service.facts.name
-    [output] = await service.chat(to_conversation(body, caller(request, body.user)))
+    [output] = await service.chat(to_conversation(body, caller(request, body.user), service.default_sampling))
     if body.stream:
         chunks = events.stream(output.batches(), model, output.prompt_tokens)
         return EventStream(chunks, [output], events.error_event, service.limits.idle_s)

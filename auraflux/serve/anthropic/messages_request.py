@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from auraflux.engine.sampling import Sampling
+from auraflux.engine.sampling import DefaultSampling, Sampling
 from auraflux.errors import InputError
 from auraflux.serve.anthropic.messages_schema import CountRequest, CustomTool, InputMessage, MessagesRequest, OutputConfig
 from auraflux.serve.chat.conversation import Conversation, Format, Message, NamedTool, without_billing
@@ -12,13 +12,13 @@ from auraflux.serve.chat.conversation import Conversation, Format, Message, Name
 EFFORTS = {"xhigh": "high", "max": "high"}
 
 
-def to_conversation(request: CountRequest, user: str) -> Conversation:
+def to_conversation(request: CountRequest, user: str, defaults: DefaultSampling) -> Conversation:
     """Convert a Messages request."""
     tools = [_tool(tool) for tool in request.tools or ()]
     choice = request.tool_choice
     return Conversation(
         messages=to_messages(request),
-        sampling=_sampling(request) if isinstance(request, MessagesRequest) else Sampling(),
+        sampling=_sampling(request, defaults) if isinstance(request, MessagesRequest) else Sampling(),
         tools=tools,
         tool_choice=_choice(request, [tool["function"]["name"] for tool in tools]),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
@@ -179,11 +179,11 @@ def _choice(request: CountRequest, names: list[str]) -> str | NamedTool:
     return NamedTool(choice.name)
 
 
-def _sampling(request: MessagesRequest) -> Sampling:
-    return Sampling(
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        top_k=max(request.top_k or 0, 0),
+def _sampling(request: MessagesRequest, defaults: DefaultSampling) -> Sampling:
+    return defaults.sampling(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=None if request.top_k is None else max(request.top_k, 0),
         max_tokens=request.max_tokens,
         stop=tuple(request.stop_sequences or ()),
     )

@@ -33,7 +33,8 @@ def routes(service: Service) -> list[Route]:
         body = await read_body(request, ChatCompletionRequest, service.limits)
         service.check_ready()
         service.check_model(body.model)
-        outputs = await service.chat(to_conversation(body, service.limits, caller(request, body.user)))
+        user, defaults = caller(request, body.user), service.default_sampling
+        outputs = await service.chat(to_conversation(body, service.limits, user, defaults))
         if body.stream:
             include_usage = bool(body.stream_options and body.stream_options.include_usage)
             return EventStream(_stream(service, outputs, include_usage), outputs, error_chunk, service.limits.idle_s)

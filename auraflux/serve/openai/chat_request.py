@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from auraflux.engine.sampling import Sampling
+from auraflux.engine.sampling import DefaultSampling, Sampling
 from auraflux.errors import InputError
 from auraflux.serve.chat.conversation import Conversation, Format, NamedTool, without_billing
 from auraflux.serve.chat.conversation import Message as TemplateMessage
@@ -27,7 +27,7 @@ EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def to_conversation(request: ChatCompletionRequest, limits: Limits, user: str) -> Conversation:
+def to_conversation(request: ChatCompletionRequest, limits: Limits, user: str, defaults: DefaultSampling) -> Conversation:
     """Convert a chat completion request."""
     tools = [_tool(tool) for tool in request.tools or ()]
     max_tokens = request.max_completion_tokens or request.max_tokens
@@ -36,7 +36,7 @@ def to_conversation(request: ChatCompletionRequest, limits: Limits, user: str) -
         raise InputError("top_logprobs requires logprobs: true.")
     return Conversation(
         messages=_messages(request.messages, limits),
-        sampling=to_sampling(request, max_tokens=max_tokens, logprobs=logprobs),
+        sampling=to_sampling(request, defaults, max_tokens=max_tokens, logprobs=logprobs),
         tools=tools,
         tool_choice=_choice(request.tool_choice, [tool["function"]["name"] for tool in tools]),
         parallel_tool_calls=request.parallel_tool_calls is not False,
@@ -54,25 +54,26 @@ def tokenize_request_to_conversation(request: TokenizeRequest, limits: Limits) -
     return Conversation(messages, tools=tools, template_kwargs=request.chat_template_kwargs or {})
 
 
-def to_sampling(request: SamplingFields, *, max_tokens: int | None, logprobs: int | None) -> Sampling:
-    """Return the sampling settings, with OpenAI's defaults for missing fields."""
-    given: dict[str, Any] = {
-        "temperature": 1.0 if request.temperature is None else request.temperature,
-        "top_p": request.top_p,
+def to_sampling(
+    request: SamplingFields, defaults: DefaultSampling, *, max_tokens: int | None, logprobs: int | None
+) -> Sampling:
+    """Return the sampling settings, with the model's defaults for missing fields."""
+    return defaults.sampling(
+        temperature=request.temperature,
+        top_p=request.top_p,
         # some clients send -1 for no limit
-        "top_k": None if request.top_k is None else max(request.top_k, 0),
-        "min_p": request.min_p,
-        "repetition_penalty": request.repetition_penalty,
-        "presence_penalty": request.presence_penalty,
-        "frequency_penalty": request.frequency_penalty,
-        "seed": None if request.seed is None else request.seed % (1 << 63),
-        "max_tokens": max_tokens,
-        "stop": (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
-        "ignore_eos": bool(request.ignore_eos),
-        "logprobs": logprobs,
-        "logit_bias": _bias(request.logit_bias or {}),
-    }
-    return Sampling(**{name: value for name, value in given.items() if value is not None})
+        top_k=None if request.top_k is None else max(request.top_k, 0),
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        seed=None if request.seed is None else request.seed % (1 << 63),
+        max_tokens=max_tokens,
+        stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=logprobs,
+        logit_bias=_bias(request.logit_bias or {}),
+    )
 
 
 def to_format(response: ResponseFormat | None, grammar: Grammar | str | None) -> Format | None:

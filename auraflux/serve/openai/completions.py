@@ -43,7 +43,8 @@ def routes(service: Service) -> list[Route]:
         _check(body)
         prompts, count = _prompts(body), body.n or 1
         at_most("prompt", len(prompts), service.limits.prompts)
-        sampling = to_sampling(body, max_tokens=body.max_tokens or MAX_TOKENS, logprobs=body.logprobs)
+        defaults = service.default_sampling
+        sampling = to_sampling(body, defaults, max_tokens=body.max_tokens or MAX_TOKENS, logprobs=body.logprobs)
         format = to_format(body.response_format, body.grammar)
         user = caller(request, body.user)
         echoes = _echoes(service, prompts) if body.echo else None

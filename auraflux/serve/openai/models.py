@@ -87,4 +87,5 @@ def _model(service: Service) -> dict[str, Any]:
         "model_type": facts.model_type,
         "kv": facts.kv,
         "device": facts.device,
+        "default_sampling": asdict(facts.default_sampling),
     }

@@ -99,6 +99,19 @@ class Completion(BaseModel):
     timings: Timings
 
 
+class DefaultSampling(BaseModel):
+    """Sampling settings of requests that leave them out; null is off. `source` says where they come from."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    source: str
+
+
 class ServedModel(BaseModel):
     id: str
     object: Literal["model"]
@@ -109,6 +122,7 @@ class ServedModel(BaseModel):
     model_type: str
     kv: str = Field(description="Format of the KV cache.")
     device: str
+    default_sampling: DefaultSampling
 
 
 class ModelList(BaseModel):

@@ -42,7 +42,7 @@ async def _respond(service: Service, request: Request) -> Response:
     service.check_model(body.model)
     if isinstance(body.input, list):
         at_most("items of input", len(body.input), service.limits.messages)
-    conversation = to_conversation(body, caller(request, body.named))
+    conversation = to_conversation(body, caller(request, body.named), service.default_sampling)
     initial = initial_response(body, conversation, service.facts.name)
     [output] = await service.chat(conversation)
     events = ResponseEvents(initial, lambda logprob: chat_logprob(service.tokenizer, logprob))

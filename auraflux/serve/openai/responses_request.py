@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from auraflux.engine.sampling import Sampling
+from auraflux.engine.sampling import DefaultSampling, Sampling
 from auraflux.errors import InputError
 from auraflux.serve.chat.conversation import Conversation, Format, Message, NamedTool, without_billing
 from auraflux.serve.openai.responses_schema import Effort, ResponsesRequest, Text, TextFormat
@@ -14,13 +14,13 @@ ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develope
 TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 
 
-def to_conversation(request: ResponsesRequest, user: str) -> Conversation:
+def to_conversation(request: ResponsesRequest, user: str, defaults: DefaultSampling) -> Conversation:
     """Convert a Responses request."""
     _refuse_state(request)
     tools, choice = _chosen(functions(request), request.tool_choice)
     return Conversation(
         messages=to_messages(request),
-        sampling=_sampling(request),
+        sampling=_sampling(request, defaults),
         tools=[{"type": "function", "function": _function(tool)} for tool in tools],
         tool_choice=choice,
         parallel_tool_calls=request.parallel_tool_calls is not False,
@@ -229,13 +229,10 @@ def _there(names: list[str]) -> str:
     return f"The tools: {', '.join(names)}." if names else "There are no tools of type function."
 
 
-def _sampling(request: ResponsesRequest) -> Sampling:
+def _sampling(request: ResponsesRequest, defaults: DefaultSampling) -> Sampling:
     logprobs = request.top_logprobs if request.top_logprobs else 0 if LOGPROBS in (request.include or ()) else None
-    return Sampling(
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        max_tokens=request.max_output_tokens,
-        logprobs=logprobs,
+    return defaults.sampling(
+        temperature=request.temperature, top_p=request.top_p, max_tokens=request.max_output_tokens, logprobs=logprobs
     )
 
 

@@ -95,7 +95,7 @@ class StreamOptions(ApiModel):
 
 
 class SamplingFields(ApiModel):
-    """Sampling settings; missing fields have OpenAI's defaults, such as temperature 1."""
+    """Sampling settings; missing fields have the model's defaults, see `default_sampling` of /v1/models."""
 
     model: str | None = None
     temperature: float | None = Field(default=None, ge=0, le=100)

@@ -1,10 +1,11 @@
 """The interface between the HTTP process and the model process."""
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from auraflux.engine.request import Output, Request
+from auraflux.engine.sampling import DefaultSampling
 from auraflux.tokenizer.tokenizer import Tokenizer
 from auraflux.weights.parallel.expert_placement import PlacementResult
 
@@ -21,6 +22,7 @@ class ModelFacts:
     kv             KV cache format
     device         device it runs on
     max_sequences  batch size: sequences that decode at once
+    default_sampling  settings of requests that leave them out
     """
 
     name: str
@@ -31,6 +33,7 @@ class ModelFacts:
     kv: str
     device: str
     max_sequences: int
+    default_sampling: DefaultSampling = field(default_factory=DefaultSampling)
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ def facts_of(model: LanguageModel, name: str | None = None) -> ModelFacts:
         kv=cache.settings.kv,
         device=str(model.engine.device),
         max_sequences=model.scheduler.max_sequences,
+        default_sampling=model.default_sampling,
     )
 
 

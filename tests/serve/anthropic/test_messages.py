@@ -21,7 +21,7 @@ from auraflux.serve.chat.conversation import Format, NamedTool
 from auraflux.serve.chat.deltas import Content, Delta, ToolCallArguments, ToolCallBegin
 from auraflux.serve.failures import not_ready
 from auraflux.serve.service import Service
-from tests.serve.fake_link import NAME, FakeLink
+from tests.serve.fake_link import DEFAULTS, NAME, FakeLink
 from tests.serve.fake_service import CALLS, HELLO, THOUGHT, FakeService, end, served
 
 WEATHER = {
@@ -38,7 +38,7 @@ def request(**fields: Any) -> MessagesRequest:
 
 
 def messages_of(*messages: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
-    return to_conversation(request(messages=list(messages), **fields), "me").messages
+    return to_conversation(request(messages=list(messages), **fields), "me", DEFAULTS).messages
 
 
 def test_tool_use_becomes_template_messages() -> None:
@@ -110,8 +110,8 @@ def test_consecutive_messages_of_one_role_are_merged() -> None:
 
 
 def test_request_settings() -> None:
-    plain = to_conversation(request(), "me")
-    assert plain.sampling == Sampling(temperature=1.0, max_tokens=50)
+    plain = to_conversation(request(), "me", DEFAULTS)
+    assert plain.sampling == Sampling(temperature=0.2, top_k=9, max_tokens=50)
     assert (plain.tools, plain.tool_choice, plain.parallel_tool_calls, plain.format, plain.template_kwargs, plain.user) == (
         [],
         "auto",
@@ -135,6 +135,7 @@ def test_request_settings() -> None:
             context_management={"edits": []},
         ),
         "me",
+        DEFAULTS,
     )
     assert full.sampling == Sampling(temperature=0.5, top_p=0.9, top_k=40, max_tokens=50, stop=("END",))
     assert (full.tool_choice, full.parallel_tool_calls) == (NamedTool("weather"), False)
@@ -142,8 +143,8 @@ def test_request_settings() -> None:
     assert full.template_kwargs == {"enable_thinking": True, "reasoning_effort": "high"}
     assert full.tools[0]["function"]["parameters"] == WEATHER["input_schema"]
     for choice, wanted in (("any", "required"), ("none", "none"), ("auto", "auto")):
-        assert to_conversation(request(tools=[WEATHER], tool_choice={"type": choice}), "me").tool_choice == wanted
-    assert to_conversation(request(thinking={"type": "disabled"}), "me").template_kwargs == {"enable_thinking": False}
+        assert to_conversation(request(tools=[WEATHER], tool_choice={"type": choice}), "me", DEFAULTS).tool_choice == wanted
+    assert to_conversation(request(thinking={"type": "disabled"}), "me", DEFAULTS).template_kwargs == {"enable_thinking": False}
 
 
 async def _batches(script: Sequence[Sequence[Delta]]) -> AsyncIterator[Sequence[Delta]]:

@@ -12,7 +12,7 @@ from auraflux.serve.limits import Limits
 from auraflux.serve.openai.chat_request import to_conversation
 from auraflux.serve.openai.schema import ChatCompletionRequest
 from auraflux.serve.service import Service
-from tests.serve.fake_link import NAME, FakeLink, Script
+from tests.serve.fake_link import DEFAULTS, NAME, FakeLink, Script
 
 PATH = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -230,7 +230,7 @@ def test_system_message_moves_to_the_first_user_message():
 def test_tool_results_carry_the_tool_name():
     call = {"id": "call_1", "function": {"name": "weather", "arguments": "no JSON"}}
     messages = [*HELLO["messages"], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1"}]
-    conversation = to_conversation(ChatCompletionRequest(messages=messages), Limits(), "")
+    conversation = to_conversation(ChatCompletionRequest(messages=messages), Limits(), "", DEFAULTS)
     assert conversation.messages[1]["tool_calls"][0]["function"]["arguments"] == "no JSON"
     assert conversation.messages[2] == {"role": "tool", "content": "", "tool_call_id": "call_1", "name": "weather"}
 
@@ -279,7 +279,8 @@ def test_null_and_unknown_fields_are_ignored():
         "user",
     )
     ask(link, **dict.fromkeys(names), something={"new": 1}, store=False, metadata=None)
-    assert link.requests[0].sampling.temperature == 1.0
+    sampling = link.requests[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.2, 9, 1.0)
     assert link.requests[0].sampling.max_tokens is None
 
 

@@ -56,10 +56,10 @@ def test_stream_with_echo_and_usage():
     assert last["usage"]["total_tokens"] > 0
 
 
-def test_openai_defaults():
+def test_defaults_are_those_of_openai_and_of_the_model():
     link = FakeLink()
     complete(link, prompt="x")
-    assert (link.requests[0].sampling.max_tokens, link.requests[0].sampling.temperature) == (16, 1.0)
+    assert (link.requests[0].sampling.max_tokens, link.requests[0].sampling.temperature) == (16, 0.2)
 
 
 def test_logprobs_are_parallel_lists():

@@ -24,7 +24,7 @@ from auraflux.serve.openai.responses_events import ResponseEvents
 from auraflux.serve.openai.responses_request import to_conversation
 from auraflux.serve.openai.responses_schema import ResponsesRequest
 from auraflux.serve.service import Service
-from tests.serve.fake_link import NAME, FakeLink
+from tests.serve.fake_link import DEFAULTS, NAME, FakeLink
 from tests.serve.fake_service import CALLS, HELLO, THOUGHT, FakeService, end, served
 
 WEATHER = {
@@ -41,7 +41,7 @@ def request(**fields: Any) -> ResponsesRequest:
 
 
 def messages_of(*items: Any, **fields: Any) -> list[dict[str, Any]]:
-    return to_conversation(request(input=list(items), **fields), "me").messages
+    return to_conversation(request(input=list(items), **fields), "me", DEFAULTS).messages
 
 
 def test_consecutive_items_become_one_message() -> None:
@@ -107,6 +107,7 @@ def test_codex_request() -> None:
             text={"verbosity": "low"},
         ),
         "me",
+        DEFAULTS,
     )
     assert [tool["function"]["name"] for tool in conversation.tools] == ["weather"]
     assert conversation.messages == [{"role": "system", "content": "You are Codex."}, {"role": "user", "content": "hi"}]
@@ -119,14 +120,14 @@ def test_codex_request() -> None:
 
 
 def test_request_settings() -> None:
-    assert to_conversation(request(), "").sampling == Sampling(temperature=1.0)
-    full = to_conversation(request(temperature=0.5, top_p=0.9, max_output_tokens=9, top_logprobs=2), "")
-    assert full.sampling == Sampling(temperature=0.5, top_p=0.9, max_tokens=9, logprobs=2)
-    assert to_conversation(request(include=["message.output_text.logprobs"]), "").sampling.logprobs == 0
-    assert to_conversation(request(reasoning={"effort": "none"}), "").template_kwargs == {"enable_thinking": False}
-    assert to_conversation(request(text={"format": {"type": "json_object"}}), "").format == Format("json")
+    assert to_conversation(request(), "", DEFAULTS).sampling == Sampling(temperature=0.2, top_k=9)
+    full = to_conversation(request(temperature=0.5, top_p=0.9, max_output_tokens=9, top_logprobs=2), "", DEFAULTS)
+    assert full.sampling == Sampling(temperature=0.5, top_p=0.9, top_k=9, max_tokens=9, logprobs=2)
+    assert to_conversation(request(include=["message.output_text.logprobs"]), "", DEFAULTS).sampling.logprobs == 0
+    assert to_conversation(request(reasoning={"effort": "none"}), "", DEFAULTS).template_kwargs == {"enable_thinking": False}
+    assert to_conversation(request(text={"format": {"type": "json_object"}}), "", DEFAULTS).format == Format("json")
     schema = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
-    assert to_conversation(request(text={"format": schema}), "").format == Format("schema", {"type": "object"})
+    assert to_conversation(request(text={"format": schema}), "", DEFAULTS).format == Format("schema", {"type": "object"})
     named = {"type": "function", "name": "weather"}
     clock = {"type": "function", "name": "clock"}
     for choice, wanted, tools in (
@@ -135,14 +136,14 @@ def test_request_settings() -> None:
         (named, NamedTool("weather"), 2),
         ({"type": "allowed_tools", "mode": "required", "tools": [named]}, "required", 1),
     ):
-        conversation = to_conversation(request(tools=[WEATHER, clock], tool_choice=choice), "")
+        conversation = to_conversation(request(tools=[WEATHER, clock], tool_choice=choice), "", DEFAULTS)
         assert (conversation.tool_choice, len(conversation.tools)) == (wanted, tools)
 
 
 def events_of(script: Sequence[Sequence[Delta]]) -> list[dict[str, Any]]:
     body = request()
     events = ResponseEvents(
-        initial_response(body, to_conversation(body, ""), "tiny"), lambda token: {"token": str(token.token)}
+        initial_response(body, to_conversation(body, "", DEFAULTS), "tiny"), lambda token: {"token": str(token.token)}
     )
     frames = (events.first() + b"".join([events.encode(deltas, 3) for deltas in script])).decode().split("\n\n")
     found = []
@@ -232,7 +233,7 @@ def test_create(client: OpenAI, service: FakeService) -> None:
     # the client does not validate responses
     Response.model_validate(response.to_dict())
     assert (response.status, response.output_text, response.error) == ("completed", "Hello, 世界\u2028\n", None)
-    assert (response.instructions, response.metadata, response.temperature) == ("Be brief.", {"a": "b"}, 1.0)
+    assert (response.instructions, response.metadata, response.temperature) == ("Be brief.", {"a": "b"}, 0.2)
     assert response.usage is not None
     assert (response.usage.total_tokens, response.usage.input_tokens_details.cached_tokens) == (27, 16)
     assert service.conversations[0].user.endswith("/u1")

