@@ -128,9 +128,10 @@ def large_product(tokens: int, bits: int) -> Args:
     return {"x": torch.randn(tokens, 4096), "weight": large(11008, 4096, bits)}
 
 
-def large_format(bits: int, group: int, scales: torch.dtype, biased: bool) -> Args:
-    """Return one token and random codes of a format that MLX lacks."""
-    rows, width = 11008, 4096
+def large_format(
+    bits: int, group: int, scales: torch.dtype, biased: bool, tokens: int = 1, rows: int = 11008, width: int = 4096
+) -> Args:
+    """Return tokens and random codes of a format that MLX lacks."""
     packed = torch.randint(-(2**31), 2**31, (rows, width * bits // 32), dtype=torch.int32)
     if bits == 8 and not biased:
         # FP8 codes without NaN
@@ -140,7 +141,7 @@ def large_format(bits: int, group: int, scales: torch.dtype, biased: bool) -> Ar
         made = ((torch.rand(rows, width // group) + 0.5) / (width**0.5 * 2 ** (bits - 1))).to(scales)
     biases = -made * 2 ** (bits - 1) if biased else None
     weight = QTensor(packed, made, biases, bits, group, (rows, width)).interleave(LANES)
-    return {"x": torch.randn(1, width), "weight": weight}
+    return {"x": torch.randn(tokens, width), "weight": weight}
 
 
 def flops(args: Args) -> int:

@@ -149,6 +149,17 @@ def part(name: str, make, **options) -> Case:
 EXPERT_CASES = [
     case("one-token", lambda: routed(1, 8, layer(32, 2048, 768)), exact=False, tol=FAST, bench=True),
     case("64-tokens", lambda: routed(64, 8, layer(16, 1024, 512)), exact=False, tol=FAST, bench=True),
+    *(
+        case(
+            f"one-token-{kind}",
+            lambda b=bits, g=group, k=kind: routed(1, 8, layer(16, 2048, 768, b, group=g, kind=k)),
+            exact=False,
+            tol=FAST,
+            bench=True,
+            slow=True,
+        )
+        for kind, bits, group in (("fp8", 8, 128), ("mxfp4", 4, 32), ("nvfp4", 4, 16))
+    ),
     case("one-token-exact", lambda: routed(1, 3, layer(8, 128, 128))),
     case("few-tokens", lambda: routed(5, 2, layer(8, 128, 128))),
     case("every-expert", lambda: routed(3, 6, layer(6, 64, 128))),

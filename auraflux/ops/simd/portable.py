@@ -4,11 +4,19 @@ Vectors have `lanes` 32-bit lanes. A subclass for an instruction set overrides t
 Three differ most: the byte dot product, the table look-up, and the broadcast of four activation bytes to all lanes.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
 from auraflux.ops.simd.vectors import F32, I8, I32, call, load, pick, splat, spread, vector
+
+
+class Term(NamedTuple):
+    """A vector of codes, how far they are shifted left within their bytes, and the activations they are multiplied by."""
+
+    codes: ir.Value
+    shift: int
+    acts: ir.Value
 
 
 class Isa:
@@ -21,7 +29,8 @@ class Isa:
     tokens = 4  # tokens whose sums fit in registers
     signed_codes = False  # `dot` takes 8-bit codes as signed, stored minus 128
     # bytes into which exact products split an activation for `dot`; 0: activations stay float32. On two Neoverse-N1 cores,
-    # unpacking codes to floats and multiplying those takes four times as long
+    # unpacking codes to floats and multiplying those takes four times as long; with AVX-512 VNNI, by llvm-mca, one and a half
+    # times with eight tokens
     digits = 0
     by_lane = False  # both operands of `dot` are signed, and one lane of the second is broadcast to all
     by_pair = False  # one instruction multiplies two rows by two tokens, eight inputs of each: `dot_pairs`
@@ -76,6 +85,12 @@ class Isa:
 
     def dot_unpacked(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
         return self.dot(b, total, codes, acts, bits)
+
+    def dots(self, b: ir.IRBuilder, sums: dict[int, ir.Value], terms: list[Term], bits: int, unpacked: bool) -> None:
+        """Add dot products to the sum of each shift, see `dot`; codes have `bits` bits before they are shifted."""
+        dot = self.dot_unpacked if unpacked else self.dot
+        for codes, shift, acts in terms:
+            sums[shift] = dot(b, sums[shift], codes, acts, bits)
 
     def sum_bytes(self, b: ir.IRBuilder, values: ir.Value) -> ir.Value:
         """Return the sum of signed bytes."""

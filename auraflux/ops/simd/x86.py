@@ -1,14 +1,17 @@
 """x86 instruction sets: AVX-512 VNNI, AVX2, and AVX2 with VNNI."""
 
+from functools import reduce
+
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from auraflux.ops.simd.portable import Isa
+from auraflux.ops.simd.portable import Isa, Term
 from auraflux.ops.simd.vectors import I16, call, splat, vector
 
 
 class Avx512(Isa):
     name, features, lanes, tokens = "avx512-vnni", ("avx512f", "avx512bw", "avx512vnni"), 16, 8
+    widens_halves, digits = True, 3
 
     def dot(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
         return vpdpbusd(b, total, codes, acts, 512)
@@ -19,17 +22,40 @@ class Avx512(Isa):
 
 class Avx2(Isa):
     name, lanes, tokens, signed_codes = "avx2", 8, 4, True
+    widens_halves = True
     features: tuple[str, ...] = ("avx2", "fma", "f16c")
 
     def dot(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
-        halves = vector(I16, 16)
+        return self.dot_unpacked(b, total, self.unpacked(b, codes, bits), acts, bits)
+
+    def unpacked(self, b: ir.IRBuilder, codes: ir.Value, bits: int) -> ir.Value:
+        return b.xor(codes, splat(self.bytes, -128)) if bits == 8 else codes
+
+    def dot_unpacked(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
+        return self._add_pairs(b, total, self._pairs(b, codes, acts, bits))
+
+    def dots(self, b: ir.IRBuilder, sums: dict[int, ir.Value], terms: list[Term], bits: int, unpacked: bool) -> None:
+        for shift in sums:
+            mine = [term for term in terms if term.shift == shift]
+            # sums of pairs that fit 16 bits are added to the total together
+            most = max(1, (2**15 - 1) // (2 * 128 * (2**bits - 1 << shift)))
+            for first in range(0, len(mine), most):
+                some = [
+                    self._pairs(b, codes if unpacked else self.unpacked(b, codes, bits), acts, bits)
+                    for codes, _, acts in mine[first : first + most]
+                ]
+                sums[shift] = self._add_pairs(b, sums[shift], reduce(b.add, some))
+
+    def _pairs(self, b: ir.IRBuilder, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
+        """Return the sums of two products each, in 16 bits."""
         if bits == 8:
-            # sums of two products would overflow 16 bits: use |code - 128| and move its sign to the activation
-            codes = b.xor(codes, splat(self.bytes, -128))
+            # they would overflow: use |code - 128| and move its sign to the activation
             acts = call(b, "llvm.x86.avx2.psign.b", self.bytes, acts, codes)
             codes = call(b, "llvm.abs.v32i8", self.bytes, codes, ir.Constant(ir.IntType(1), 0))
-        pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", halves, codes, acts)
-        return b.add(total, call(b, "llvm.x86.avx2.pmadd.wd", self.ints, pairs, splat(halves, 1)))
+        return call(b, "llvm.x86.avx2.pmadd.ub.sw", vector(I16, 16), codes, acts)
+
+    def _add_pairs(self, b: ir.IRBuilder, total: ir.Value, pairs: ir.Value) -> ir.Value:
+        return b.add(total, call(b, "llvm.x86.avx2.pmadd.wd", self.ints, pairs, splat(vector(I16, 16), 1)))
 
     def look_up(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
         return call(b, "llvm.x86.avx2.pshuf.b", self.bytes, ir.Constant(self.bytes, table * 2), codes)
@@ -37,9 +63,16 @@ class Avx2(Isa):
 
 class AvxVnni(Avx2):
     name, features, signed_codes = "avx-vnni", ("avx2", "fma", "f16c", "avxvnni"), False
+    digits = 3
 
-    def dot(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
+    def unpacked(self, b: ir.IRBuilder, codes: ir.Value, bits: int) -> ir.Value:
+        return codes
+
+    def dot_unpacked(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
         return vpdpbusd(b, total, codes, acts, 256)
+
+    def dots(self, b: ir.IRBuilder, sums: dict[int, ir.Value], terms: list[Term], bits: int, unpacked: bool) -> None:
+        Isa.dots(self, b, sums, terms, bits, unpacked)
 
 
 def vpdpbusd(b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, width: int) -> ir.Value:

@@ -12,6 +12,7 @@ from auraflux.ops.linear._inputs import weight
 from auraflux.ops.simd.isa import ISA
 from auraflux.quant import QTensor, affine, quantize
 from auraflux.quant.fp8 import from_blocks
+from auraflux.quant.packing import pack
 from tests.mlx_arrays import from_mlx, to_mlx
 from tests.ops.quick import some
 
@@ -172,3 +173,39 @@ def test_half_precision_costs_fp8_a_thousandth(spread: float):
     found, wanted = linear(x, made.interleave(ISA.lanes)), x.double() @ made.dequantize().double().T
     assert relative_rms(found.double(), wanted) < 2e-3
     assert torch.equal(linear(x[7:8], made.interleave(ISA.lanes)), found[7:8])
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 17])
+def test_every_fp8_code_is_exact(tokens: int):
+    # all numbers of e4m3, denormals too, each times 1 where every other activation is 0
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 0
+    made = from_blocks(codes.view(torch.float8_e4m3fn).repeat(16, 1), torch.ones(16, 2), (1, 128))
+    assert isinstance(made, QTensor)
+    for first in range(0, 256, tokens):
+        x = torch.eye(256)[first : first + tokens]
+        assert torch.equal(linear(x, made.interleave(ISA.lanes)), x @ made.dequantize().T)
+
+
+def test_fp8_products_have_the_same_bits_alone_and_together():
+    g = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 0x7F, (48, 512), generator=g).to(torch.uint8).view(torch.float8_e4m3fn)
+    made = from_blocks(codes, torch.rand(48, 4, generator=g) + 0.01, (1, 128))
+    assert isinstance(made, QTensor)
+    x, w = torch.randn(21, 512, generator=g), made.interleave(ISA.lanes)
+    for exactly in (False, True):
+        with exact(exactly):
+            together = linear(x, w)
+            for some_tokens in (slice(0, 1), slice(3, 7), slice(5, 21)):
+                assert torch.equal(linear(x[some_tokens], w), together[some_tokens])
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6])
+def test_largest_codes_times_largest_activations_do_not_overflow(bits: int):
+    # AVX2 adds pairs of products in 16 bits
+    codes = torch.full((16, 256), 2**bits - 1, dtype=torch.uint8)
+    w = QTensor(pack(codes, bits), torch.ones(16, 4), torch.zeros(16, 4), bits, 64, (16, 256)).interleave(ISA.lanes)
+    for sign in (1, -1):
+        for tokens in (1, 20):
+            x = torch.full((tokens, 256), 127.0 * sign)
+            assert torch.equal(linear(x, w), torch.full((tokens, 16), sign * 127.0 * 256 * (2**bits - 1)))

@@ -131,6 +131,17 @@ LINEAR_CASES = [
         for name, form in TIMED.items()
     ],
     *[
+        linear_case(
+            f"format-{name}-64",
+            lambda f=TIMED[name]: large_format(*f, 64, 2048, 2048),
+            exact=False,
+            tol=FAST,
+            bench=True,
+            slow=True,
+        )
+        for name in ("q4k", "iq4", "nvfp4", "mxfp4", "fp8")
+    ],
+    *[
         case
         for bits, group, scales in FORMATS
         for tokens in (1, 29)

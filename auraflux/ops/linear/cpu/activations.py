@@ -3,7 +3,7 @@
 from llvmlite import ir
 from numba.core import cgutils
 
-from auraflux.ops.linear.cpu.forms import HALF_MIDDLE, MIDDLE, Form, activation_order
+from auraflux.ops.linear.cpu.forms import HALF_MIDDLE, MIDDLE, Form, activation_order, float_order
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.vectors import F32, I8, I32, MAGIC, at, call, fma, kernel, load, pick, splat, spread, store, vector
 from auraflux.quant.packing import CHUNK
@@ -36,6 +36,8 @@ def prepare_token(b, form, x, groups, acts, scales, sums):
             if form.halves:
                 rounded = b.fptrunc(values, vector(ir.HalfType(), group))
                 values = pick(b, rounded, rounded, [4 * (i // 8) + i % 4 for i in range(2 * group)])
+            if form.by_halves:
+                values = pick(b, values, values, [first + i for first in range(0, group, CHUNK) for i in float_order(form)])
             store(b, _times(b, values, form.unit), acts, b.mul(loop.index, at(4 * group)))
         store(b, _times(b, total, form.unit * 2.0**form.lift * (1.0 if form.has_biases else -form.zero)), sums, slot)
 

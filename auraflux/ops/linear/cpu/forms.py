@@ -78,6 +78,11 @@ class Form(NamedTuple):
         return self.kind == "e4m3" and ISA.denormals and not self.fast
 
     @property
+    def by_halves(self) -> bool:
+        """E4m3 codes become half precision, over 256, and then float32."""
+        return self.kind == "e4m3" and ISA.widens_halves and not ISA.denormals
+
+    @property
     def act_nbytes(self) -> int:
         return self.digits or 4
 
@@ -91,7 +96,9 @@ class Form(NamedTuple):
     @property
     def value_bits(self) -> int:
         """Significant bits of the dot product's weight bytes."""
-        return 8 if self.kind == "iq4" and not self.signed else self.bits
+        if self.kind in LEVELS and not self.signed:
+            return (max(LEVELS[self.kind]) - min(LEVELS[self.kind])).bit_length()
+        return self.bits
 
     @property
     def signed(self) -> bool:
@@ -115,7 +122,9 @@ class Form(NamedTuple):
 
     @property
     def unit(self) -> float:
-        """Unit of the levels of a table; MXFP4's scales include it."""
+        """Unit of codes, which activations include; MXFP4's scales do."""
+        if self.by_halves:
+            return 256.0
         return 0.5 if self.kind == "nvfp4" else 1.0
 
     @property
@@ -148,3 +157,9 @@ def activation_order(bits: int) -> list[int]:
     per_word = 32 // bits if 32 % bits == 0 else 4
     step = per_word // 4
     return [word + part + step * i for word in range(0, CHUNK, per_word) for part in range(step) for i in range(4)]
+
+
+def float_order(form: Form) -> list[int]:
+    """Return where each input of a chunk is in float32 activations; the order is its own inverse."""
+    four = (0, 2, 1, 3) if form.by_halves else (0, 1, 2, 3)
+    return [first + place for first in range(0, CHUNK, 4) for place in four]

@@ -16,35 +16,31 @@ from functools import partial, reduce
 from llvmlite import ir
 from numba.core import cgutils
 
-from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, HALVES, INTS, MIDDLE, Form
+from auraflux.ops.linear.cpu.e4m3_products import dots_by_parity, dots_of_eighths, dots_of_halves
+from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, MIDDLE, Form, float_order
 from auraflux.ops.linear.cpu.unpack import (
     SuperBlock,
     chunks,
     float_codes,
-    half_codes,
     in_place,
     scale_and_bias,
     shifts_in_place,
     spans,
 )
 from auraflux.ops.simd.isa import ISA
+from auraflux.ops.simd.portable import Term
 from auraflux.ops.simd.vectors import (
     F32,
-    I16,
     I64,
     at,
-    call,
     fma,
     kernel,
     load,
-    pick,
     prefetch,
     splat,
     spread,
     store,
-    sum_four,
     variable,
-    vector,
 )
 from auraflux.quant.packing import CHUNK
 from auraflux.quant.super_blocks import SIZE
@@ -75,9 +71,11 @@ def rows_times_tokens(
     code_bits = 8 * form.unpacked_nbytes if unpacked else form.bits
     inner = _dots_of_bytes if form.digits else _dots_of_floats
     if form.halves:
-        inner = _dots_of_halves
+        inner = dots_of_halves
     elif form.raw and not unpacked:
-        inner = _dots_of_eighths
+        inner = dots_of_eighths
+    elif form.by_halves and not unpacked:
+        inner = dots_by_parity
     count, at_once = spans(b, form, groups), _spans_at_once(form, tokens)
 
     # for one token, register copies are too slow where sums restart often
@@ -168,7 +166,6 @@ def _dots_of_bytes(b, form, unpacked, codes, acts, begin=None):
         [[{shift: variable(b, value) for shift, value in start.items()} for _ in range(form.digits)] for _ in acts]
         for start in starts
     ]
-    dot = ISA.dot_unpacked if unpacked else ISA.dot
     with chunks(b, form) as chunk:
         if unpacked:
             code_at = b.add(codes, b.mul(chunk, at(CHUNK * BLOCK)))
@@ -185,8 +182,8 @@ def _dots_of_bytes(b, form, unpacked, codes, acts, begin=None):
                 (slots, quads) for token in zip(tokens, x, strict=True) for slots, quads in zip(*token, strict=True)
             ):
                 sums = {shift: b.load(slot) for shift, slot in slots.items()}
-                for (v, shift), quad in zip(found[here], quads[here], strict=True):
-                    sums[shift] = dot(b, sums[shift], v, quad, form.value_bits)
+                terms = [Term(v, shift, quad) for (v, shift), quad in zip(found[here], quads[here], strict=True)]
+                ISA.dots(b, sums, terms, form.value_bits, bool(unpacked))
                 for shift, slot in slots.items():
                     b.store(sums[shift], slot)
     return [
@@ -221,95 +218,24 @@ def _dots_of_floats(b, form, unpacked, codes, acts, begin=None):
             values = float_codes(b, form, b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits))))
         where = [b.add(address, b.mul(chunk, at(4 * CHUNK))) for address in acts]
         for first, totals in zip(range(0, CHUNK, size), dots, strict=True):
-            _add_products(b, values, range(first, first + size), where, totals, 4 if form.kind == "e4m3" else 1)
+            _add_products(b, form, values, range(first, first + size), where, totals)
     return [[b.load(dot) for dot in totals] for totals in dots]
 
 
-def _dots_of_eighths(b, form, unpacked, codes, acts, begin=None):
-    """Sum products directly from e4m3 codes, without rescaling them.
+def _add_products(b, form, values, inputs, acts, totals):
+    """Add weights times each token's activations of some inputs, in four partial sums that are then added in pairs.
 
-    Lanes are the four inputs of a row that share a word: the sums that `_add_products` adds in pairs.
+    The order is the same for any number of tokens. A single sum would be latency-bound with one token.
     """
-    dots = [variable(b, splat(FLOATS, 0.0)) for _ in acts]
-    with chunks(b, form) as chunk:
-        code_at = b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits)))
-        where = [b.add(address, b.mul(chunk, at(4 * CHUNK))) for address in acts]
-        sums = [[splat(FLOATS, 0.0)] * BLOCK for _ in acts]
-        for word in range(form.bits):
-            octets = b.bitcast(load(b, code_at, 4 * BLOCK * word, INTS), BYTES)
-            rows = [
-                row for half in range(2) for row in _widened(b, pick(b, octets, octets, list(range(8 * half, 8 * half + 8))))
-            ]
-            for t, address in enumerate(where):
-                x = load(b, address, 16 * word, FLOATS)
-                sums[t] = [fma(b, row, x, total) for row, total in zip(rows, sums[t], strict=True)]
-        for found, total in zip(sums, dots, strict=True):
-            b.store(b.fadd(b.load(total), sum_four(b, found)), total)
-    return [[b.load(dot) for dot in dots]]
-
-
-def _dots_of_halves(b, form, unpacked, codes, acts, begin=None):
-    """Sum products in half precision, over a group.
-
-    A row has eight sums, each of one input of four in every other word. They are added in pairs, twice before the conversion to
-    float32.
-    """
-    found = []
-    for first in range(0, len(acts), 4):
-        # registers hold the sums of four tokens
-        found += _half_sums(b, form, unpacked, codes, acts[first : first + 4])
-    return [found]
-
-
-def _half_sums(b, form, unpacked, codes, acts):
-    dots = [[variable(b, splat(HALVES, 0.0)) for _ in range(4)] for _ in acts]
-    with chunks(b, form) as chunk:
-        if unpacked:
-            code_at = b.add(codes, b.mul(chunk, at(2 * BLOCK * CHUNK)))
-            values = [load(b, code_at, 4 * BLOCK * i, HALVES) for i in range(CHUNK // 2)]
-        else:
-            values = half_codes(b, b.add(codes, b.mul(chunk, at(BLOCK * CHUNK))))
-        where = [b.add(address, b.mul(chunk, at(4 * CHUNK))) for address in acts]
-        for slots, address in zip(dots, where, strict=True):
-            sums = [b.load(slot) for slot in slots]
-            for i, v in enumerate(values):
-                x = load(b, address, 16 * (i // 2), HALVES)
-                sums[i % 4] = call(b, "llvm.fma.v8f16", HALVES, v, x, sums[i % 4])
-            for value, slot in zip(sums, slots, strict=True):
-                b.store(value, slot)
-    even = list(range(0, 2 * HALVES.count, 2))
-    odd = [n + 1 for n in even]
-    found = []
-    for slots in dots:
-        sums = [b.load(slot) for slot in slots]
-        both = [b.fadd(sums[i], sums[i + 2]) for i in range(2)]
-        wide = b.fpext(b.fadd(pick(b, *both, even), pick(b, *both, odd)), vector(F32, HALVES.count))
-        found.append(b.fadd(pick(b, wide, wide, even[:BLOCK]), pick(b, wide, wide, odd[:BLOCK])))
-    return found
-
-
-def _add_products(b, values, inputs, acts, totals, ways):
-    """Add weights times each token's activations of some inputs, in `ways` partial sums that are then added in pairs.
-
-    The order is the same for any number of tokens. A single sum would be latency-bound where codes are unpacked quickly and
-    there is one token.
-    """
-    parts = []
+    parts, ways = [], 4
+    places = [4 * i for i in float_order(form)]
     for way in range(ways):
-        sums = [splat(FLOATS, 0.0) if ways > 1 else b.load(total) for total in totals]
+        sums = [splat(FLOATS, 0.0)] * len(totals)
         for i in inputs[way::ways]:
-            found = [spread(b, load(b, address, 4 * i, F32), BLOCK) for address in acts]
+            found = [spread(b, load(b, address, places[i], F32), BLOCK) for address in acts]
             sums = [fma(b, values[i], x, total) for x, total in zip(found, sums, strict=True)]
         parts.append(sums)
     while len(parts) > 1:
         parts = [[b.fadd(x, y) for x, y in zip(*parts[i : i + 2], strict=True)] for i in range(0, len(parts), 2)]
     for value, total in zip(parts[0], totals, strict=True):
-        b.store(b.fadd(b.load(total), value) if ways > 1 else value, total)
-
-
-def _widened(b, octets):
-    """Convert eight e4m3 codes to floats over 2**120, four at a time, by shifts alone."""
-    wide = vector(I16, 8)
-    moved = b.and_(b.shl(b.sext(octets, wide), splat(wide, 4)), splat(wide, 0x87FF - 0x10000))
-    places = [[first + n // 2 + (8 if n % 2 else 0) for n in range(8)] for first in (0, 4)]
-    return [b.bitcast(pick(b, splat(wide, 0), moved, each), FLOATS) for each in places]
+        b.store(b.fadd(b.load(total), value), total)

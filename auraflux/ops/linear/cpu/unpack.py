@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from llvmlite import ir
 from numba.core import cgutils
 
-from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, HALVES, INTS, LEVELS, Form
+from auraflux.ops.linear.cpu.e4m3 import by_input, by_parity, eighth, half_codes
+from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, LEVELS, Form
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.vectors import I16, at, call, fma, kernel, load, pick, splat, store, vector
 from auraflux.quant.packing import CHUNK, LANE_FIELDS, BitField
@@ -74,41 +75,15 @@ def float_codes(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]:
         words, width = [b.bitcast(v, INTS) for v in code_vectors(b, form, codes)], 8
     else:
         words, width = [load(b, codes, 4 * BLOCK * i, INTS) for i in range(form.bits)], form.bits
+    if form.by_halves:
+        return [each for word in words for each in by_input(b, by_parity(b, word))]
     if form.kind == "e4m3":
-        return [_eighth(b, words[i // 4], i % 4) for i in range(CHUNK)]
+        return [eighth(b, words[i // 4], i % 4) for i in range(CHUNK)]
     found = [b.and_(_field(b, words, i * width, width), splat(INTS, 2**width - 1)) for i in range(CHUNK)]
     if form.kind in LEVELS:
         levels = [b.bitcast(ISA.look_up(b, form.table, b.bitcast(v, BYTES)), INTS) for v in found]
         found = [b.and_(v, splat(INTS, 255)) for v in levels]
     return [b.sitofp(v, FLOATS) for v in found]
-
-
-def _eighth(b: ir.IRBuilder, word: ir.Value, byte: int) -> ir.Value:
-    """Widen e4m3: a product adjusts the exponent bias from 7 to 127, which is correct for denormals.
-
-    With `Form.raw` the activations include that factor, and the result is over 2**120.
-    """
-    top = b.shl(word, splat(INTS, 24 - 8 * byte)) if byte < 3 else word
-    # the sign stays in place; the copies of it above the exponent are masked out
-    moved = b.and_(b.ashr(top, splat(INTS, 4)), splat(INTS, 0x87F00000))
-    found = b.bitcast(moved, FLOATS)
-    return found if ISA.denormals else b.fmul(found, splat(FLOATS, 2.0**120))
-
-
-def half_codes(b: ir.IRBuilder, codes: ir.Value) -> list[ir.Value]:
-    """Load the e4m3 codes of one chunk, divided by 256: 16 vectors of half precision.
-
-    The first has four inputs of half of the rows, the second those of the others, the third the next four inputs, and so on.
-    """
-    wide, found = vector(I16, HALVES.count), []
-    for word in range(CHUNK // 4):
-        octets = b.bitcast(load(b, codes, 4 * BLOCK * word, INTS), BYTES)
-        for first in (0, HALVES.count):
-            some = pick(b, octets, octets, list(range(first, first + HALVES.count)))
-            # the sign's copy is at the extra exponent bit
-            moved = b.and_(b.shl(b.sext(some, wide), splat(wide, 7)), splat(wide, 0xBFFF - 0x10000))
-            found.append(b.bitcast(moved, HALVES))
-    return found
 
 
 def _field(b: ir.IRBuilder, words: list[ir.Value], start: int, width: int) -> ir.Value:
