@@ -14,7 +14,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from auraflux.machine import cache_folder
 log = logging.getLogger("auraflux")
 
 VERSIONS = 4  # of the kernels that stay on disk
+DIGEST_NBYTES = 32  # of SHA-256
 UNFINISHED_S = 600.0  # an older temporary file belongs to a process that died
 OURS = re.compile(r"[0-9a-f]{16}")
 settings: Any = config  # its attributes are created at import time, which type checkers cannot see
@@ -111,17 +112,28 @@ class _Files(caching.IndexDataCacheFile):
 
     def load(self, key: Any) -> Any:
         try:
-            content = Path(self._path(key)).read_bytes()
-            digest, content = content[:32], content[32:]
-            return pickle.loads(content) if hashlib.sha256(content).digest() == digest else None
+            content = read_entry(Path(self._path(key)))
+            return None if content is None else pickle.loads(content)
         # includes pickles of another version of a package
         except Exception:
             return None
 
     def save(self, key: Any, data: Any) -> None:
-        content = self._dump(data)
         with self._open_for_write(self._path(key)) as file:
-            file.write(hashlib.sha256(content).digest() + content)
+            file.write(with_digest(self._dump(data)))
+
+
+def with_digest(content: bytes) -> bytes:
+    """Return the bytes of an entry, which begin with a digest of the others."""
+    return hashlib.sha256(content).digest() + content
+
+
+def read_entry(path: Path) -> bytes | None:
+    """Return the content of an entry; None if it is missing or corrupt."""
+    with contextlib.suppress(OSError):
+        found = path.read_bytes()
+        return found[DIGEST_NBYTES:] if with_digest(found[DIGEST_NBYTES:]) == found else None
+    return None
 
 
 _said = threading.Event()
@@ -183,9 +195,15 @@ _lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def cached_in(folder: str) -> Iterator[None]:
-    """Cache what Numba compiles with `cache=True` in a folder while inside; with "", nowhere."""
-    made = _cache_of if folder else lambda function: caching.NullCache()
+def cached_in(folder: str, wrapped: Callable[[Any, Any], Any] = lambda function, cache: cache) -> Iterator[None]:
+    """Cache what Numba compiles with `cache=True` in a folder while inside; with "", nowhere.
+
+    wrapped  called with a function and its cache; returns the cache that Numba uses
+    """
+
+    def made(function: Any) -> Any:
+        return wrapped(function, _cache_of(function) if folder else caching.NullCache())
+
     places: tuple[Any, ...] = (dispatcher, ccallback)
     with _lock:
         before = settings.CACHE_DIR, [place.FunctionCache for place in places]

@@ -1,6 +1,6 @@
 """Serve a model and talk to it with OpenAI's client: one streamed answer.
 
-pip install 'auraflux[serve]' openai
+pip install '.[serve]' openai
 python examples/openai_client.py [MODEL]
 """
 

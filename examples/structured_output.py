@@ -1,6 +1,6 @@
 """Serve a model and ask for JSON that follows a schema: the grammar allows no other tokens.
 
-pip install 'auraflux[serve]' openai
+pip install '.[serve]' openai
 python examples/structured_output.py [MODEL]
 """
 

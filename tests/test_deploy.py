@@ -63,7 +63,7 @@ def test_remote_access_requires_an_api_key():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("config", configs(), ids=["serve.yaml", "kuberay.yaml"])
 def test_ray_serve_accepts_the_config(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("ray.serve", reason="needs ray: pip install 'auraflux[ray]'")
+    pytest.importorskip("ray.serve", reason="needs ray: pip install 'ray[serve]'")
     from ray import serve
     from ray.serve.schema import ServeDeploySchema
 
@@ -90,7 +90,7 @@ def test_ray_serve_accepts_the_config(config: dict[str, Any], monkeypatch: pytes
 
 @pytest.mark.slow
 def test_ray_versions_match():
-    ray = pytest.importorskip("ray", reason="needs ray: pip install 'auraflux[ray]'")
+    ray = pytest.importorskip("ray", reason="needs ray: pip install 'ray[serve]'")
     pinned = f"ray=={kubernetes()[0]['spec']['rayClusterConfig']['rayVersion']}"
     assert pinned in (DEPLOY.parent / "constraints.txt").read_text().splitlines()
     assert pinned == f"ray=={ray.__version__}"

@@ -41,6 +41,7 @@ FEATURES = {
     "x86_64": ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512bw", "avx512vnni", "avx512bf16", "amx-int8"),
     "aarch64": ("neon", "dotprod", "fullfp16", "bf16", "i8mm", "sve", "sve2"),
 }
+PREBUILT_ADVICE = "kernels are compiled on first use; the wheel auraflux-kernels-cpu has most of them, see docs/install.md"
 SYMBOLS = {"ok": "[green]✓[/green]", "missing": "[red]✗[/red]", "optional": "[yellow]-[/yellow]"}
 
 
@@ -131,7 +132,7 @@ def _package(name: str, version: str | None, without: str, advice: str) -> Findi
 def _kernels() -> Iterator[Finding]:
     """Yield the instruction set, threads and JIT cache of the CPU kernels."""
     try:
-        from auraflux.ops.simd.compile.cache_folder import CACHE_FOLDER
+        from auraflux.ops.simd.compile.cache_folder import CACHE_FOLDER, PREBUILT
         from auraflux.ops.simd.isa import ISA
         from auraflux.ops.simd.processor import cpu_features
         from auraflux.ops.simd.threads import threads
@@ -144,6 +145,10 @@ def _kernels() -> Iterator[Finding]:
     advice = "no dot-product instructions found: quantized weights are slow" if ISA.name == "portable" else None
     yield Finding("instructions", "missing" if advice else "ok", f"{ISA.name}, {ISA.lanes} lanes", advice)
     yield Finding("threads", "ok", str(threads()))
+    if PREBUILT is None:
+        yield Finding("prebuilt kernels", "optional", "none for this version and processor", PREBUILT_ADVICE)
+    else:
+        yield Finding("prebuilt kernels", "ok", f"{PREBUILT.level.name}, {PREBUILT.folder}")
     yield _cache(CACHE_FOLDER)
 
 

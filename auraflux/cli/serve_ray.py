@@ -31,7 +31,7 @@ COUNTS = re.compile(r"([1-9]\d{0,3})(?:-([1-9]\d{0,3}))?")
 HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S = 5.0, 15.0
 REPLICAS = [
     click.option(
-        "--ray", "on_ray", is_flag=True, help="Serve replicas of the model with Ray Serve; needs pip install 'auraflux[ray]'."
+        "--ray", "on_ray", is_flag=True, help="Serve replicas of the model with Ray Serve; needs pip install 'ray[serve]'."
     ),
     click.option(
         "--replicas",
@@ -153,7 +153,7 @@ def _serve() -> Any:
     try:
         from ray import serve
     except ImportError as err:
-        raise BackendError("ray is not installed. Replicas need: pip install 'auraflux[serve,ray]'.") from err
+        raise BackendError("ray is not installed. Replicas need: pip install 'ray[serve]'.") from err
     return serve
 
 

@@ -1,4 +1,5 @@
-"""Key calibrations of models: read from a given file, from the cache of earlier calibrations, or measured now.
+"""Key calibrations of models: read from a given file, from this package for the built-in model, from the cache of earlier
+calibrations, or measured now.
 
 A cached file is identified by a hash of sampled weights, a few rows of each attention layer's projections, not by the model's
 path. It holds only tensors, and its digest is checked.
@@ -32,6 +33,7 @@ log = logging.getLogger("auraflux")
 OFF, AUTO = "off", "auto"
 FORMAT, VERSION = "auraflux calibration", 1
 MODEL_FILE = "keys.calibration"  # in a model's folder
+INCLUDED = Path(__file__).parent / "calibrations"  # of built-in models, under the names of cached ones
 ENDING, UNFINISHED = ".calibration", ".part"
 UNFINISHED_S = 600.0  # after which a partial file is abandoned
 LARGE_NBYTES = 4 << 30  # weights from which a CPU runs fewer tokens: more would take minutes
@@ -110,7 +112,7 @@ def load_or_calibrate(
     report: Report = lambda what, done, total: None,
     ranks: CalibrationRanks | None = None,
 ) -> ModelCalibration:
-    """Return the calibration of a file, or with "auto" a cached one, or else measure and cache it.
+    """Return the calibration of a file, or with "auto" a cached or included one, or else measure and cache it.
 
     path    of the model
     count   tokens to run
@@ -122,23 +124,25 @@ def load_or_calibrate(
     if calibrate != AUTO:
         return read(Path(calibrate), shapes, name)
     cached = folder() / f"{hashlib.sha256(repr((name, RECIPE, count)).encode()).hexdigest()[:32]}{ENDING}"
-    for file in (path / MODEL_FILE, cached):
+    facts = {"weights": name, "model": fingerprint(path), "recipe": RECIPE, "tokens": count}
+    for file in (path / MODEL_FILE, cached, INCLUDED / cached.name):
         if file.is_file():
             try:
-                return read(file, shapes, name)
+                found = read(file, shapes, name)
             except (FormatError, InputError) as err:
                 log.warning("keys are calibrated again: %s", err)
+                continue
+            if file.parent == INCLUDED:
+                _cache(cached, found, facts)
+            return found
     vocab = model.config.vocab if tokenizer is None else min(model.config.vocab, tokenizer.vocab_size)
     tokens = random_tokens(count, vocab, () if tokenizer is None else sorted(tokenizer.special_ids))
     ranks.broadcast_tokens(tokens)
     here = ranks.sliced(shapes)
     found = calibrate_keys(model, here, tokens, dtype, device, lambda a, b: report("calibrating", nbytes * a // b, nbytes))
     found = ranks.merge(found)
-    try:
-        _write(cached, found, {"weights": name, "model": fingerprint(path), "recipe": RECIPE, "tokens": count})
-    except (OSError, MemoryError) as err:
-        reason = getattr(err, "strerror", None) or err
-        log.warning("the key calibration was not cached, so every run repeats it: %s", reason or "there is no memory left")
+    if (failure := _cache(cached, found, facts)) is not None:
+        log.warning("the key calibration was not cached, so every run repeats it: %s", failure)
     return found
 
 
@@ -190,6 +194,15 @@ def _about(content: Any) -> dict[str, Any]:
     if (about["format"], about["version"]) != (FORMAT, VERSION):
         raise ValueError("it has another format or version")
     return about
+
+
+def _cache(path: Path, calibration: ModelCalibration, facts: dict[str, Any]) -> str | None:
+    """Write a calibration to the cache; return why it could not be written."""
+    try:
+        _write(path, calibration, facts)
+    except (OSError, MemoryError) as err:
+        return getattr(err, "strerror", None) or str(err) or "there is no memory left"
+    return None
 
 
 def _write(path: Path, calibration: ModelCalibration, facts: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ def check_folder(folder: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise BackendError("--save draws with matplotlib. Install it with: pip install 'auraflux[eval]'") from None
+        raise BackendError("--save draws with matplotlib. Install it with: pip install matplotlib") from None
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as err:

@@ -13,7 +13,7 @@ def guidance() -> Any:
     try:
         import llguidance
     except ImportError as err:
-        raise InputError("Grammars and JSON schemas need llguidance: pip install 'auraflux[serve]'.") from err
+        raise InputError("Grammars and JSON schemas need llguidance: pip install llguidance.") from err
     return llguidance
 
 

@@ -19,7 +19,7 @@ def test_json_holds_every_section():
     assert list(found) == ["machine", "packages", "kernels", "gpu", "optional"]
     assert int(found["machine"]["cores"]["value"]) >= 1
     assert found["packages"]["torch"]["state"] == "ok"
-    assert {"cpu features", "instructions", "threads", "compiled kernels"} == set(found["kernels"])
+    assert {"cpu features", "instructions", "threads", "prebuilt kernels", "compiled kernels"} == set(found["kernels"])
 
 
 def test_the_table_shows_the_state_of_each_line():

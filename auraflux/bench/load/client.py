@@ -15,7 +15,7 @@ try:
     import aiohttp
     from aiohttp import ClientError
 except ImportError as err:
-    raise BackendError("`auraflux bench serve` needs aiohttp. Install it with: pip install 'auraflux[bench]'") from err
+    raise BackendError("`auraflux bench serve` needs aiohttp. Install it with: pip install aiohttp") from err
 
 MAX_REFUSALS = 100
 # before a request that was refused is sent again

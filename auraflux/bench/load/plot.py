@@ -26,7 +26,7 @@ def check_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise BackendError("--plot needs matplotlib. Install it with: pip install 'auraflux[eval]'") from None
+        raise BackendError("--plot needs matplotlib. Install it with: pip install matplotlib") from None
     if path.suffix.lower() != ".png":
         raise InputError(f"--plot writes PNG files, and {path} does not end with .png.")
     if not path.parent.is_dir():

@@ -34,7 +34,7 @@ def bench_gpu(
     save: Path | None,
 ) -> None:
     if find_spec("triton") is None:
-        raise BackendError("triton is not installed, so there are no kernels for the GPU. Run pip install 'auraflux[cuda]'.")
+        raise BackendError("triton is not installed, so there are no kernels for the GPU. Run pip install triton.")
     from auraflux.bench.gpu.report import document, this_gpu
     from auraflux.bench.gpu.routes import without_each
     from auraflux.bench.gpu.run import BUDGET_S, gpu_cases, libraries, no_peers

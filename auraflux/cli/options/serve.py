@@ -131,7 +131,10 @@ def front_settings(host: str, log_json: bool, chosen: dict[str, Any]) -> "HttpSe
     try:
         from auraflux.serve.transport.http_process import HttpSettings, set_up_log
     except ImportError as err:
-        raise BackendError(f"{err.name} is not installed. The server needs: pip install 'auraflux[serve]'.") from err
+        raise BackendError(
+            f"{err.name} is not installed. Install what the server needs with pip install '.[serve]' in a clone of auraflux, "
+            "or with the extra of its wheel, pip install 'WHEEL[serve]'."
+        ) from err
     from auraflux.serve.auth import LOOPBACK as LOCAL
     from auraflux.serve.auth import Access
     from auraflux.serve.limits import Limits

@@ -28,7 +28,7 @@ def explain(name: str, wanted: str, device: str, as_json: bool, options: dict[st
     options  of a model: kv, batch, at, quantize, exact, invariant; None if not given
     """
     if device == "cuda" and find_spec("triton") is None:
-        raise BackendError("CUDA kernels are written in Triton, which is not installed: pip install 'auraflux[cuda]'.")
+        raise BackendError("CUDA kernels are written in Triton, which is not installed: pip install triton.")
     if name == MODEL:
         _explain_model(wanted, device, as_json, {option: value for option, value in options.items() if value is not None})
     else:

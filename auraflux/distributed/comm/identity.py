@@ -24,9 +24,10 @@ def identity(checkpoint: Checkpoint) -> dict[str, Any]:
 def numeric_environment() -> dict[str, Any]:
     """Return the facts on which the last bits of a result depend."""
     try:
+        from auraflux.ops.simd.compile.cache_folder import PREBUILT
         from auraflux.ops.simd.isa import ISA
 
-        instructions = ISA.name
+        instructions = ISA.name if PREBUILT is None else f"{ISA.name}, prebuilt for {PREBUILT.level.name}"
     except ImportError:
         # without Numba, no CPU kernels run
         instructions = None

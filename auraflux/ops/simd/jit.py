@@ -23,9 +23,9 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 from torch import Tensor
 
-from auraflux.jit_cache import is_cached
 from auraflux.ops._recording import recorder
-from auraflux.ops.simd.compile.cache_folder import CACHE_FOLDER, our_cache
+from auraflux.ops.simd.compile.cache_folder import CACHE_FOLDER as CACHE_FOLDER
+from auraflux.ops.simd.compile.cache_folder import is_stored, our_cache
 from auraflux.ops.simd.compile.compiler import FAST, OPTIONS, KernelCompiler
 from auraflux.ops.simd.compile.compiler import jit_with as jit_with
 from auraflux.ops.simd.threads import LINE, launch, thread_pool
@@ -112,8 +112,8 @@ class Kernel:
         return self._address
 
     def is_cached(self) -> bool:
-        """Return whether the kernel is compiled or in the JIT cache."""
-        return self._address is not None or (bool(CACHE_FOLDER) and is_cached(CACHE_FOLDER, self.body, JOB))
+        """Return whether the kernel is compiled, prebuilt or in the JIT cache."""
+        return self._address is not None or is_stored(self.body, JOB)
 
     def __call__(self, jobs: int, *args: int | float) -> None:
         """Launch `jobs` jobs; a single job runs on this thread. Arguments are ints, or floats where the body takes a `real`."""

@@ -1,4 +1,4 @@
-"""The processor that Numba compiles for: architecture, LLVM's CPU name, features."""
+"""The processor that Numba compiles for: architecture, LLVM's CPU name, features, cache lines."""
 
 import platform
 from typing import Any
@@ -8,6 +8,16 @@ from numba.core import config as _config
 
 # Numba sets its attributes at import, invisible to type checkers
 config: Any = _config
+
+LINE = 64  # bytes in a cache line
+# features that kernels use where the processor has them, besides those of their instruction set
+OPTIONAL = ("f16c", "avx512vbmi", "avx512bf16")
+
+
+def has_feature(name: str) -> bool:
+    """Return whether Numba compiles for one of the features in `OPTIONAL`."""
+    assert name in OPTIONAL, f"{name} is not in OPTIONAL: prebuilt kernels would not depend on it"
+    return name in cpu_features()
 
 
 def cpu_features() -> set[str]:

@@ -29,10 +29,10 @@ from numba.extending import intrinsic
 from auraflux.ops.simd.atomics import WORD, call_libc, compare_exchange, fetch_add, load, pause, store
 from auraflux.ops.simd.compile.cache_folder import our_cache
 from auraflux.ops.simd.compile.compiler import KernelCompiler, jit_with
+from auraflux.ops.simd.processor import LINE
 
 # Numba sets its attributes at import, invisible to type checkers
 config: Any = _config
-LINE = 64  # bytes in a cache line
 
 # a few microseconds more than the gap between two launches of a step; about 70 us on a Neoverse-N1
 SPINS = 3000

@@ -14,7 +14,7 @@ import pytest
 from auraflux.serve.metrics import CONTENT_TYPE
 from tests.serve.server import NAME, Process, is_ready, process, running, wait_until
 
-pytest.importorskip("ray", reason="replicas need ray: pip install 'auraflux[ray]'")
+pytest.importorskip("ray", reason="replicas need ray: pip install 'ray[serve]'")
 pytestmark = pytest.mark.slow
 
 # options that match the in-process server

@@ -17,7 +17,7 @@ from tests.distributed.threaded_ranks import free_port
 from tests.engine.tiny import tiny
 from tests.serve.server import NAME, is_ready, wait_until
 
-pytest.importorskip("ray", reason="replicas need ray: pip install 'auraflux[ray]'")
+pytest.importorskip("ray", reason="replicas need ray: pip install 'ray[serve]'")
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]

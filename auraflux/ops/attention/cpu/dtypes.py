@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from auraflux.ops._dispatch import Declined
 from auraflux.ops.simd.isa import ISA
-from auraflux.ops.simd.processor import cpu_features, machine
+from auraflux.ops.simd.processor import has_feature, machine
 from auraflux.ops.simd.vectors import F32, I16, I32, I64, StrictBuilder, at, kernel, load, pick, splat, store, vector
 
 LANES = ISA.lanes
@@ -25,7 +25,7 @@ BYTES = 4 * LANES
 
 ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.float16}
 SIZES = {types.float32: 4, types.float16: 2, types.uint16: 2}
-WIDENS_HALVES = machine() != "x86_64" or "f16c" in cpu_features()
+WIDENS_HALVES = machine() != "x86_64" or has_feature("f16c")
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT = 0
 

@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import LINE
-from auraflux.ops.simd.processor import cpu_features
+from auraflux.ops.simd.processor import has_feature
 
 LANES = ISA.lanes
 HAS_TABLES = LANES == 16  # one AVX-512 instruction looks up 16 float32 values, or 32 of 16 bits
-HAS_BF16 = HAS_TABLES and "avx512bf16" in cpu_features()
+HAS_BF16 = HAS_TABLES and has_feature("avx512bf16")
 SCALE_NBYTES = {"bf16": 2, "f16": 2, "f32": 4}
 
 

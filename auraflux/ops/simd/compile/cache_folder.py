@@ -1,4 +1,4 @@
-"""The JIT cache folder of CPU kernels, named after a digest of their sources.
+"""Where compiled CPU kernels are found: the JIT cache folder, named after a digest of their sources, and prebuilt kernels.
 
 Numba's own cache checks only the file of the compiled function, and would run stale code after a change in a module that the
 function calls.
@@ -9,15 +9,20 @@ import os
 import platform
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numba
 
+from auraflux import jit_cache
 from auraflux.jit_cache import cached_in, open_folder
+from auraflux.ops.simd.compile.prebuilt import Prebuilt, installed_for, wrapped_by
+
+PACKAGE = Path(__file__).parents[3]
 
 
 def cpu_sources() -> list[Path]:
     """Return the modules that compiled code may depend on: all ops except GPU kernels and test inputs."""
-    ops = Path(__file__).parents[2]
+    ops = PACKAGE / "ops"
     found = (
         path
         for path in ops.rglob("*.py")
@@ -27,21 +32,37 @@ def cpu_sources() -> list[Path]:
 
 
 def _sources_digest() -> str:
-    digest = hashlib.sha256(f"{numba.__version__} {platform.machine()} {os.environ.get('AURAFLUX_ISA', '')}".encode())
+    digest = hashlib.sha256()
     for path in cpu_sources():
         source = path.read_bytes()
-        digest.update(f"{path} {len(source)}".encode() + source)
-    return digest.hexdigest()[:16]
+        digest.update(f"{path.relative_to(PACKAGE).as_posix()} {len(source)}".encode() + source)
+    return digest.hexdigest()
 
 
-CACHE_FOLDER = open_folder(_sources_digest())
+def _version(sources: str) -> str:
+    facts = numba.__version__, platform.machine(), os.environ.get("AURAFLUX_ISA", ""), str(PACKAGE), sources
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+SOURCES = _sources_digest()
+CACHE_FOLDER = open_folder(_version(SOURCES))
+PREBUILT: Prebuilt | None = installed_for(SOURCES, PACKAGE.parent)
 
 
 def is_cache_empty() -> bool:
-    """Return whether no kernel of these sources is in the JIT cache."""
+    """Return whether all kernels of these sources are still to be compiled."""
+    if PREBUILT is not None:
+        return False
     return not CACHE_FOLDER or next(Path(CACHE_FOLDER).rglob("*.nbc"), None) is None
 
 
+def is_stored(function: Any, signature: Any) -> bool:
+    """Return whether the machine code of a function is prebuilt or in the JIT cache."""
+    if PREBUILT is not None and PREBUILT.has(function, signature):
+        return True
+    return bool(CACHE_FOLDER) and jit_cache.is_cached(CACHE_FOLDER, function, signature)
+
+
 def our_cache() -> AbstractContextManager[None]:
-    """Make Numba use this folder for functions compiled inside the block with `cache=True`."""
-    return cached_in(CACHE_FOLDER)
+    """Make Numba look here for functions compiled inside the block with `cache=True`."""
+    return cached_in(CACHE_FOLDER, wrapped_by(PREBUILT))

@@ -5,12 +5,16 @@ again, which dominates the compile time of a kernel made of eighty functions. He
 until a kernel links it.
 """
 
+import itertools
+import os
+import secrets
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from llvmlite import binding as llvm
 from numba.core import compiler, typed_passes, types, untyped_passes
+from numba.core.bytecode import FunctionIdentity
 from numba.core.codegen import JITCodeLibrary
 from numba.core.registry import CPUDispatcher
 
@@ -18,6 +22,19 @@ from auraflux.ops.simd.compile.numba_shortcuts import shortcuts
 
 # passes for constructs that kernels do not use: closures, `with`, array expressions
 UNUSED = {untyped_passes.InlineClosureLikes, untyped_passes.WithLifting, typed_passes.NopythonRewrites}
+
+
+def _number_functions() -> None:
+    """Number this process's functions from a random number on.
+
+    Numba counts from 1, and the number is all that tells variants of a function apart. Machine code of two processes could
+    then define a name twice, and LLVM may resolve both to the first.
+    """
+    FunctionIdentity._unique_ids = itertools.count(secrets.randbits(48))
+
+
+_number_functions()
+os.register_at_fork(after_in_child=_number_functions)
 
 
 class _UnoptimizedLibrary(JITCodeLibrary):
