@@ -1,9 +1,11 @@
-"""The wheel works without the repository: built from a copy, installed into an empty folder, run outside of the repository."""
+"""The wheels work without the repository: built from a copy, installed into an empty folder, run outside of the repository."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import urllib.request
 import zipfile
 from fnmatch import fnmatch
 from pathlib import Path
@@ -11,6 +13,10 @@ from pathlib import Path
 import pytest
 
 import auraflux
+from auraflux.ops.simd.compile.levels import LEVELS, level_for
+from auraflux.ops.simd.isa import ISA
+from auraflux.ops.simd.processor import cpu_features, machine
+from auraflux.weights.download.pull import locate, models_folder
 
 ROOT = Path(__file__).parents[1]
 DATA = ("py.typed", "serve/page/static/*", "eval/texts/*", "eval/questions/*", "*.json")
@@ -57,10 +63,15 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(installed: Path, *args: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a command outside of the repository with the installed package first on the path."""
-    environment = {**os.environ, "PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
-    return subprocess.run(args, capture_output=True, text=True, check=False, cwd=installed.parent, env=environment)
+def environment(installed: Path) -> dict[str, str]:
+    """Return an environment with the installed package first on the path."""
+    return {**os.environ, "PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
+
+
+def run(installed: Path, *args: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command outside of the repository."""
+    options = {"capture_output": True, "text": True, "cwd": installed.parent, "env": environment(installed)}
+    return subprocess.run(args, input=stdin, check=False, **options)
 
 
 def test_wheel_contains_only_the_package(wheel: Path):
@@ -100,3 +111,91 @@ def test_shapes_and_evaluation_texts_are_installed(installed: Path):
     assert "there is no shape 'nothing'. Those there are: " in shapes.stderr
     code = "from auraflux.eval.text import read_files; print(len(read_files([])))"
     assert int(run(installed, sys.executable, "-c", code).stdout) > 1
+
+
+@pytest.fixture(scope="module")
+def kernels_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build auraflux-kernels-cpu for this processor."""
+    level = level_for(LEVELS.get(machine(), ()), ISA.name, cpu_features())
+    if level is None:
+        pytest.skip("there is no level for this processor")
+    folder = tmp_path_factory.mktemp("kernels")
+    subprocess.run([sys.executable, "-m", "wheels.build", folder, "--levels", level.name], check=True, cwd=ROOT)
+    [made] = folder.iterdir()
+    return made
+
+
+@pytest.fixture
+def with_kernels(wheel: Path, kernels_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Install both wheels; return their folder and that of the JIT cache, which is empty."""
+    locate()
+    monkeypatch.setenv("AURAFLUX_HOME", str(models_folder().parent))
+    monkeypatch.setenv("AURAFLUX_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "site"
+    install = ["install", "--no-deps", "--no-index", "--target", folder, wheel, kernels_wheel]
+    subprocess.run([*PIP, *install], check=True, capture_output=True)
+    return folder, tmp_path / "cache"
+
+
+def compiled_in(cache: Path) -> list[str]:
+    """List the kernels that were compiled."""
+    return [path.name for path in cache.rglob("*.nbc")]
+
+
+@pytest.mark.slow
+def test_first_commands_compile_nothing(with_kernels: tuple[Path, Path]):
+    site, cache = with_kernels
+    command = site / "bin" / "auraflux"
+    first = {"--version": auraflux.__version__, "--help": "generate", "doctor": "prebuilt kernels", "inspect": "llama"}
+    for words, wanted in first.items():
+        done = run(site, command, words)
+        assert (done.returncode, wanted in done.stdout) == (0, True), done.stdout + done.stderr
+    done = run(site, command, "generate", "-p", "The capital of France is", "-n", "8", "-t", "0")
+    assert "Paris" in done.stdout
+    assert "compiled" not in done.stderr
+    for kv in ("k8v4", "k8v8", "none"):
+        assert (
+            "Paris" in run(site, command, "generate", "-p", "The capital of France is", "-n", "8", "-t", "0", "--kv", kv).stdout
+        )
+    done = run(site, command, "chat", "-n", "16", "-t", "0", stdin="Name the capital of France.\n")
+    assert "Paris" in done.stdout
+    assert _answer_of_server(site, command) != ""
+    assert compiled_in(cache) == []
+
+
+def _answer_of_server(site: Path, command: Path) -> str:
+    """Start a server, send one request and return the answer."""
+    words = [command, "serve", "--port", "0", "--context", "512"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=site.parent, env=environment(site)) as server:
+        assert server.stderr is not None
+        try:
+            address = next(line.split("listening on ")[1].split()[0] for line in server.stderr if "listening on " in line)
+            assert any("ready: " in line for line in server.stderr)
+            body = {"messages": [{"role": "user", "content": "Name the capital of France."}], "max_tokens": 16}
+            asked = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode())
+            asked.add_header("Content-Type", "application/json")
+            with urllib.request.urlopen(asked) as response:
+                return json.load(response)["choices"][0]["message"]["content"]
+        finally:
+            server.terminate()
+
+
+@pytest.mark.slow
+def test_kernels_of_other_sources_are_not_loaded(with_kernels: tuple[Path, Path]):
+    site, _ = with_kernels
+    changed = site / "auraflux" / "ops" / "norm" / "cpu.py"
+    changed.write_text(changed.read_text() + "\n")
+    code = "from auraflux.ops.simd.compile.cache_folder import PREBUILT; print(PREBUILT)"
+    assert run(site, sys.executable, "-c", code).stdout == "None\n"
+
+
+@pytest.mark.slow
+def test_kernels_wheel_names_the_versions_it_is_for(kernels_wheel: Path):
+    import numba
+
+    with zipfile.ZipFile(kernels_wheel) as archive:
+        assert archive.testzip() is None
+        [about] = [archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA")]
+    for line in (f"Requires-Dist: auraflux=={auraflux.__version__}", f"Requires-Dist: numba=={numba.__version__}"):
+        assert line in about
+    assert kernels_wheel.stat().st_size < 60 << 20
