@@ -176,7 +176,11 @@ class Weights:
         take      indexes of the rows to select, `rows` of them
         in_order  do not interleave rows for the CPU kernels
         """
-        found = self._take(f"{name}.weight", (rows if take is None else None, width))
+        found: Stored | None = None
+        if take is None and not in_order:
+            found = self._interleaved(f"{name}.weight", (rows, width))
+        if found is None:
+            found = self._take(f"{name}.weight", (rows if take is None else None, width))
         if take is not None and not is_placeholder(found):
             found = self._select(f"{name}.weight", found, take)
         return self.complete(f"{name}.weight", self.to_kernel_layout(self.quantized(found, f"{name}.weight"), in_order))
@@ -276,9 +280,11 @@ class Weights:
             found = dense(found)
         if isinstance(found, QTensor):
             if self.layout == "cpu" and not in_order:
+                # imported here: they need Numba, which a GPU does not
+                from auraflux.ops.layout.rows import interleave
                 from auraflux.ops.simd.isa import ISA
 
-                return found.interleave(ISA.lanes)
+                return interleave(found, ISA.lanes)
             return found.to(device)
         return dense(found).to(device, self._dense_dtype(found))
 
@@ -329,6 +335,18 @@ class Weights:
             sizes = [size or 1 for size in (shape if index is None else shape[1:])]
             return torch.zeros((), device=self.device).expand(sizes)
         return self.checkpoint.load(stored) if index is None else self.checkpoint.load_one(stored, index)
+
+    def _interleaved(self, name: str, shape: tuple[int, ...]) -> QTensor | None:
+        """Load a quantized matrix in the layout of the CPU kernels without further steps; None where it takes some."""
+        stored = self._stored.get(name)
+        if stored is None or self.layout != "cpu" or self.checkpoint.shape(stored) != shape:
+            return None
+        from auraflux.ops.simd.isa import ISA
+
+        found = self.checkpoint.load_interleaved(stored, ISA.lanes, self.expands_scales)
+        if found is not None:
+            self._found(name, shape)
+        return found
 
     def _found(self, name: str, shape: tuple[int | None, ...]) -> str | None:
         """Return the checkpoint's name of a tensor if it has the expected shape; otherwise record the mismatch."""

@@ -2,6 +2,7 @@
 
 import mmap
 import re
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from auraflux.errors import FormatError
+from auraflux.quant import QTensor
 from auraflux.quant.gguf_blocks import LAYOUTS, REQUANTIZED_BITS, from_blocks, requantized_group, to_dense
 from auraflux.weights.experts.packed_files import ExpertFiles
 from auraflux.weights.experts.row_table import TablePart
@@ -51,15 +53,24 @@ class _Reader(gguf.GGUFReader):
         return end - orig_offs, parts, list(range(len(parts))), [GGUFValueType.ARRAY, GGUFValueType(kind)]
 
     def _strings(self, start: int, count: int) -> tuple[list[Any], int]:
-        octets = self.data.data
+        octets, length_at = self.data.data, struct.Struct("<Q").unpack_from
         parts = []
         for _ in range(count):
             first = start + 8
-            start = first + int.from_bytes(octets[start:first], "little")
-            if start > len(octets):
-                raise ValueError("a string extends past the end of the file")
-            parts.append(octets[first:start])
+            # raises past the end of the file
+            start = first + length_at(octets, start)[0]
+            # bytes, since the garbage collector would visit views again and again
+            parts.append(bytes(octets[first:start]))
+        if start > len(octets):
+            raise ValueError("a string extends past the end of the file")
         return parts, start
+
+
+def _contents(field: gguf.ReaderField) -> Any:
+    """Return a field's value; faster for strings than the package, which copies each of them twice."""
+    if field.types and field.types[0] == GGUFValueType.ARRAY and field.types[-1] == GGUFValueType.STRING:
+        return [str(field.parts[i], "utf-8") for i in field.data]
+    return field.contents()
 
 
 def _read(path: Path) -> _Reader:
@@ -120,7 +131,7 @@ class GGUFFile:
     def metadata(self) -> ConfigFile:
         try:
             fields = self._readers[0].fields.items()
-            found = {key: field.contents() for key, field in fields if not key.startswith("GGUF.")}
+            found = {key: _contents(field) for key, field in fields if not key.startswith("GGUF.")}
         except UnicodeDecodeError as err:
             raise FormatError(f"{self.path} has metadata that is not UTF-8: {brief(err)}.") from err
         return ConfigFile(found, self.path)
@@ -156,6 +167,13 @@ class GGUFFile:
         found = self._stored(name, self._tensors[name][1].data, shape)
         return self._architecture.order(name, self.config, shape).restore(found)
 
+    def load_interleaved(self, name: str, lanes: int, expands_scales: bool) -> QTensor | None:
+        kind, shape = self.formats[name], self.shape(name)
+        order = self._architecture.order(name, self.config, shape)
+        if kind not in LAYOUTS or len(shape) != 2 or order.columns is not None:
+            return None
+        return convert(self._tensors[name][1].data, kind, lanes, expands_scales, order.rows)
+
     def load_one(self, name: str, index: int) -> Stored:
         return self._stored(name, self._tensors[name][1].data[index], self.shape(name)[1:])
 
@@ -170,7 +188,8 @@ class GGUFFile:
             return self._architecture.restore_values(name, _dense(array, kind).view(shape))
         if len(shape) == 1:
             return torch.from_numpy(to_dense(array, kind))
-        return from_blocks(array, kind)
+        found = convert(array, kind)
+        return from_blocks(array, kind) if found is None else found
 
     def table_part(self, name: str) -> TablePart:
         raise FormatError(f"{name} in {self.path} does not support row reads; only safetensors do.")
@@ -185,6 +204,19 @@ class GGUFFile:
         pages: Any = reader.data.base
         if last > first and isinstance(pages, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             pages.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def convert(
+    octets: NDArray[Any], kind: str, lanes: int = 1, expands_scales: bool = False, order: Tensor | None = None
+) -> QTensor | None:
+    """Convert blocks to a QTensor by a CPU kernel; None if there is none for the type, or no Numba."""
+    try:
+        from auraflux.ops.layout.gguf import convert_rows
+    except ModuleNotFoundError as err:
+        if err.name != "numba":
+            raise
+        return None
+    return convert_rows(octets, kind, lanes, expands_scales, order)
 
 
 def _dense(array: NDArray[Any], kind: str) -> Tensor:
