@@ -13,7 +13,7 @@ from auraflux.ops.layout.blocks import SPLITS, Rows, expanded
 from auraflux.ops.layout.memory import empty
 from auraflux.ops.layout.words import LANES, packed_chunk, valid_lanes
 from auraflux.ops.simd.jit import Kernel, arguments, halves, int32s, int64s, jit, octets, share, threads, workspace
-from auraflux.ops.simd.vectors import I8, I16, at, kernel, load, store, vector
+from auraflux.ops.simd.vectors import I8, I16, kernel, load, store, vector
 from auraflux.quant import QTensor, super_blocks
 from auraflux.quant.gguf_blocks import LAYOUTS
 from auraflux.quant.packing import CHUNK

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from auraflux.ops.layout.memory import empty
@@ -20,7 +19,7 @@ ROWS_NBYTES = 8 * LANES  # of the rows' addresses
 
 @kernel(constants=2, outlined=True)
 def interleave_words(b, bits, count, rows, offset, present, target):
-    """Transpose `count` words of LANES rows, of which `present` exist; codes of 3, 5 and 6 bits also move to the lane layout."""
+    """Transpose `count` words of LANES rows, of which `present` exist; move codes of 3, 5 and 6 bits to the lane layout."""
     words, valid = columns(b, rows, offset, count), valid_lanes(b, present)
     if bits in LANE_FIELDS:
         words = lane_words(b, separate_codes(b, words, bits), bits)

@@ -3,7 +3,7 @@
 from llvmlite import ir
 
 from auraflux.ops.simd.isa import ISA
-from auraflux.ops.simd.vectors import I8, I16, I32, I64, at, load, pick, spread, splat, vector
+from auraflux.ops.simd.vectors import I32, I64, load, pick, splat, spread, vector
 from auraflux.quant.packing import LANE_FIELDS
 
 LANES = ISA.lanes
