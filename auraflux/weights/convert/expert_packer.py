@@ -145,7 +145,7 @@ class ExpertPacker(FolderWriter):
         made = super().quantized(found, name)
         if isinstance(made, QTensor):
             # GPU kernels need rows in order and do not support super-blocks
-            return (made.expand_scales() if self.lanes == 1 else made).interleave(self.lanes)
+            return made.expand_scales() if self.lanes == 1 else _interleave(made, self.lanes)
         if self.bits is None:
             kind = str(made.dtype).removeprefix("torch.")
             raise FormatError(
@@ -198,6 +198,13 @@ class MappedFile:
 
     def release(self, expert: int) -> None:
         self._memory.madvise(mmap.MADV_DONTNEED, self.file.offset(expert), self.file.stride)
+
+
+def _interleave(found: QTensor, lanes: int) -> QTensor:
+    # imported here: it needs Numba, which a GPU does not
+    from auraflux.ops.layout.rows import interleave
+
+    return interleave(found, lanes)
 
 
 def write_file(path: Path, plan: ExpertPacker, layer: Layer, advance: Callable[[int], None]) -> np.ndarray:

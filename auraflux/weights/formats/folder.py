@@ -227,6 +227,9 @@ class Folder:
         except FormatError as err:
             raise FormatError(f"{name} in {self.path} is not a valid {self.method.title} weight: {err}") from err
 
+    def load_interleaved(self, name: str, lanes: int, expands_scales: bool) -> QTensor | None:
+        return None
+
     def load_one(self, name: str, index: int) -> Stored:
         return self.load(name)[index]
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from auraflux.errors import FormatError
+from auraflux.quant import QTensor
 from auraflux.quant.gguf_blocks import LAYOUTS, REQUANTIZED_BITS, from_blocks, requantized_group, to_dense
 from auraflux.weights.experts.packed_files import ExpertFiles
 from auraflux.weights.experts.row_table import TablePart
@@ -19,7 +20,7 @@ from auraflux.weights.fields import ConfigFile
 from auraflux.weights.formats.gguf_architectures import architecture
 from auraflux.weights.formats.gguf_config import FREQUENCIES
 from auraflux.weights.formats.gguf_names import make_config, mtp_tensor_name, tensor_name
-from auraflux.weights.formats.gguf_reader import read_header
+from auraflux.weights.formats.gguf_reader import contents, read_header
 from auraflux.weights.formats.model_files import gguf_parts
 from auraflux.weights.formats.stored import Stored
 from auraflux.weights.formats.untrusted import brief
@@ -53,7 +54,7 @@ class GGUFFile:
     def metadata(self) -> ConfigFile:
         try:
             fields = self._readers[0].fields.items()
-            found = {key: field.contents() for key, field in fields if not key.startswith("GGUF.")}
+            found = {key: contents(field) for key, field in fields if not key.startswith("GGUF.")}
         except UnicodeDecodeError as err:
             raise FormatError(f"{self.path} has metadata that is not UTF-8: {brief(err)}.") from err
         return ConfigFile(found, self.path)
@@ -89,6 +90,13 @@ class GGUFFile:
         found = self._stored(name, self._tensors[name][1].data, shape)
         return self._architecture.order(name, self.config, shape).restore(found)
 
+    def load_interleaved(self, name: str, lanes: int, expands_scales: bool) -> QTensor | None:
+        kind, shape = self.formats[name], self.shape(name)
+        order = self._architecture.order(name, self.config, shape)
+        if kind not in LAYOUTS or len(shape) != 2 or order.columns is not None:
+            return None
+        return convert(self._tensors[name][1].data, kind, lanes, expands_scales, order.rows)
+
     def load_one(self, name: str, index: int) -> Stored:
         return self._stored(name, self._tensors[name][1].data[index], self.shape(name)[1:])
 
@@ -103,7 +111,8 @@ class GGUFFile:
             return self._architecture.restore_values(name, _dense(array, kind).view(shape))
         if len(shape) == 1:
             return torch.from_numpy(to_dense(array, kind))
-        return from_blocks(array, kind)
+        found = convert(array, kind)
+        return from_blocks(array, kind) if found is None else found
 
     def table_part(self, name: str) -> TablePart:
         raise FormatError(f"{name} in {self.path} does not support row reads; only safetensors do.")
@@ -118,6 +127,19 @@ class GGUFFile:
         pages: Any = reader.data.base
         if last > first and isinstance(pages, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             pages.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def convert(
+    octets: NDArray[Any], kind: str, lanes: int = 1, expands_scales: bool = False, order: Tensor | None = None
+) -> QTensor | None:
+    """Convert blocks to a QTensor by a CPU kernel; None if there is none for the type, or no Numba."""
+    try:
+        from auraflux.ops.layout.gguf import convert_rows
+    except ModuleNotFoundError as err:
+        if err.name != "numba":
+            raise
+        return None
+    return convert_rows(octets, kind, lanes, expands_scales, order)
 
 
 def _dense(array: NDArray[Any], kind: str) -> Tensor:

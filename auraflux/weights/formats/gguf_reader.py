@@ -1,5 +1,6 @@
 """`read_header`: metadata and tensors of a GGUF file, by the `gguf` package, without torch."""
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,24 @@ class Reader(gguf.GGUFReader):
         return end - orig_offs, parts, list(range(len(parts))), [GGUFValueType.ARRAY, GGUFValueType(kind)]
 
     def _strings(self, start: int, count: int) -> tuple[list[Any], int]:
-        octets = self.data.data
+        octets, length_at = self.data.data, struct.Struct("<Q").unpack_from
         parts = []
         for _ in range(count):
             first = start + 8
-            start = first + int.from_bytes(octets[start:first], "little")
-            if start > len(octets):
-                raise ValueError("a string extends past the end of the file")
-            parts.append(octets[first:start])
+            # raises past the end of the file
+            start = first + length_at(octets, start)[0]
+            # bytes, since the garbage collector would visit views again and again
+            parts.append(bytes(octets[first:start]))
+        if start > len(octets):
+            raise ValueError("a string extends past the end of the file")
         return parts, start
+
+
+def contents(field: gguf.ReaderField) -> Any:
+    """Return a field's value; faster for strings than the package, which copies each of them twice."""
+    if field.types and field.types[0] == GGUFValueType.ARRAY and field.types[-1] == GGUFValueType.STRING:
+        return [str(field.parts[i], "utf-8") for i in field.data]
+    return field.contents()
 
 
 def read_header(path: Path) -> Reader:

@@ -53,6 +53,12 @@ class Checkpoint(Protocol):
     def load(self, name: str) -> Stored:
         """Return a weight, mapped without a copy where possible. Quantized weights have their rows in order."""
 
+    def load_interleaved(self, name: str, lanes: int, expands_scales: bool) -> QTensor | None:
+        """Return a quantized matrix with `lanes` rows interleaved, straight from the file; None if it needs further steps.
+
+        expands_scales  of super-blocks
+        """
+
     def load_one(self, name: str, index: int) -> Stored:
         """Return one matrix of a stack without reading the others."""
 
