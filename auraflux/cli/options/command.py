@@ -60,6 +60,10 @@ class Command(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as err:
             self._refuse(ctx, err.option_name)
+        except click.UsageError as err:
+            if ctx.args or "unexpected extra argument" not in err.message or "prompts" not in ctx.params:
+                raise
+            raise click.UsageError(f"{err.message}. A prompt is given with -p.", ctx) from err
 
     def _refuse(self, ctx: click.Context, flag: str) -> NoReturn:
         visible = [
