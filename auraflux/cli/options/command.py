@@ -89,7 +89,7 @@ class Command(click.Command):
             return
         for title, flags in SECTIONS.items():
             _write(ctx, formatter, title, [option for option in options if flags & {*option.opts}])
-        known = frozenset().union(*SECTIONS.values())
+        known = {flag for flags in SECTIONS.values() for flag in flags}
         _write(ctx, formatter, OTHER, [option for option in options if not known & {*option.opts}])
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
