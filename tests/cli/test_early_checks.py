@@ -75,7 +75,7 @@ def test_typing_errors_are_refused_without_torch(tmp_path: Path):
         ("--kv", "q8_0"): "the nearest to q8_0 is k8v8",
         ("--device", "gpu"): "there is no device 'gpu'",
         ("--gpu-memory", "lots"): "--gpu-memory: 'lots' is not a size",
-        ("--expert-memory", "lots"): "'lots' is not a size",
+        ("--expert-memory", "lots"): "--expert-memory: 'lots' is not a size",
         ("--context", "0"): "context=0 must be an integer",
         ("--calibrate", "/nowhere"): "/nowhere cannot be read",
         ("--speculate", "/nowhere"): "there is no model '/nowhere'",

@@ -119,6 +119,10 @@ def test_flags_of_other_engines_are_answered(command: str, words: list[str], sai
         (["run"], "No such command: run. Did you mean auraflux chat?"),
         (["genrate"], "No such command: genrate. Did you mean auraflux generate?"),
         (["bench", "models"], "No such command: models. Did you mean auraflux bench model?"),
+        (
+            ["generate", "m.gguf", "Once upon a time"],
+            "unexpected extra argument (Once upon a time). A prompt is given with -p.",
+        ),
         (["xyzzy"], "No such command: xyzzy. The commands are: bench, chat"),
     ],
 )

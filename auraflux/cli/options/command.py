@@ -60,6 +60,10 @@ class Command(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as err:
             self._refuse(ctx, err.option_name)
+        except click.UsageError as err:
+            if ctx.args or "unexpected extra argument" not in err.message or "prompts" not in ctx.params:
+                raise
+            raise click.UsageError(f"{err.message}. A prompt is given with -p.", ctx) from err
 
     def _refuse(self, ctx: click.Context, flag: str) -> NoReturn:
         visible = [
@@ -85,7 +89,7 @@ class Command(click.Command):
             return
         for title, flags in SECTIONS.items():
             _write(ctx, formatter, title, [option for option in options if flags & {*option.opts}])
-        known = frozenset().union(*SECTIONS.values())
+        known = {flag for flags in SECTIONS.values() for flag in flags}
         _write(ctx, formatter, OTHER, [option for option in options if not known & {*option.opts}])
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -12,7 +12,7 @@ from auraflux.errors import FormatError, InputError, SettingsError
 DEVICES = ("auto", "cpu", "cuda")
 DRAFTERS = ("ngram", "mtp")  # --speculate without a draft model
 MAX_CONTEXT = 1 << 40
-SIZES = ("gpu_memory", "cache_memory", "prefix_disk", "disk")
+SIZES = ("gpu_memory", "expert_memory", "expert_host_memory", "cache_memory", "prefix_disk")
 
 
 class Bits(click.ParamType):

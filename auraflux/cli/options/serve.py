@@ -164,7 +164,7 @@ def _keys(chosen: dict[str, Any]) -> tuple[str, ...]:
         try:
             keys += [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as err:
-            raise InputError(f"the API keys in {path} cannot be read: {err}.") from err
+            raise InputError(f"the API keys in {path} cannot be read: {getattr(err, 'strerror', None) or err}.") from err
         if not keys:
             raise InputError(f"{path} holds no API key.")
     return tuple(keys)

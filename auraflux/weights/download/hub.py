@@ -41,7 +41,8 @@ def from_hub(repository: str, revision: str | None, file: str | None, report: Re
         raise
     # the hub's client raises its own errors and those of its HTTP library
     except Exception as err:
-        reason = (str(err).strip().splitlines() or [type(err).__name__])[0].rstrip(".")
+        said = getattr(err, "strerror", None) or str(err)
+        reason = (said.strip().splitlines() or [type(err).__name__])[0].rstrip(".")
         raise FetchError(
             f"{repository} is not a local folder, and could not be downloaded from the Hugging Face hub: {reason}."
         ) from err
