@@ -30,7 +30,8 @@ export class Tuning {
     this.settings = settings;
     for (const name of SAMPLERS) byId(`set-${name}`).placeholder = defaultText(model, name);
     const source = model?.default_sampling?.source;
-    byId("tuning-source").textContent = source ? `Empty fields use the model's defaults (${source}).` : "Empty fields use the server's defaults.";
+    const origin = source && source !== "default" ? ` (${source})` : "";
+    byId("tuning-source").textContent = `Empty fields use the server's defaults${origin}.`;
     if (!this.dialog.open) this.fill();
     this.mark();
   }
