@@ -33,5 +33,5 @@ HALF_ACTIVATIONS = RouteSpeed(
     "dequantized in registers, half-precision activations", "half of peak bandwidth", "half-precision products"
 )
 FLOAT32_ACTIVATIONS = RouteSpeed(
-    "dequantized in registers, float32 activations", "below 0.6 of peak bandwidth", "float32 products"
+    "dequantized in registers, float32 activations", "0.4 to 0.8 of peak bandwidth", "float32 products"
 )
