@@ -82,9 +82,7 @@ class Weights:
         # backend whose kernels read the weights
         self.layout = self.device.type
         self._sizes = checkpoint.sizes()
-        # super-blocks take less memory, expanded scales decode faster
-        enough = free_nbytes() >= EXPAND_SCALES_FROM * sum(self._sizes.values())
-        self.expands_scales = enough and not (self.layout == "cpu" and _lanes() > LANES_THAT_EXPAND)
+        self._has_memory_to_expand = free_nbytes() >= EXPAND_SCALES_FROM * sum(self._sizes.values())
         self._stored: dict[str, str] = {}
         for stored in self._sizes:
             name = ours(stored, rename, mtp)
@@ -93,6 +91,11 @@ class Weights:
         self._unloaded = set(self._stored)
         self._missing: list[str] = []
         self._mismatched: list[str] = []
+
+    @property
+    def expands_scales(self) -> bool:
+        """True if super-blocks are expanded: they take less memory, expanded scales decode faster on some processors."""
+        return self._has_memory_to_expand and not (self.layout == "cpu" and _lanes() > LANES_THAT_EXPAND)
 
     def has(self, name: str) -> bool:
         return name in self._stored

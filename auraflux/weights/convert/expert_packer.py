@@ -145,7 +145,7 @@ class ExpertPacker(FolderWriter):
         made = super().quantized(found, name)
         if isinstance(made, QTensor):
             # GPU kernels need rows in order and do not support super-blocks
-            return made.expand_scales() if self.lanes == 1 else _interleave(made, self.lanes)
+            return made.expand_scales().interleave(1) if self.lanes == 1 else _interleave(made, self.lanes)
         if self.bits is None:
             kind = str(made.dtype).removeprefix("torch.")
             raise FormatError(
