@@ -93,7 +93,7 @@ def generate(
     if as_json:
         click.echo(json.dumps({"texts": outputs, "stats": asdict(loaded.stats)}, indent=2, ensure_ascii=False))
     else:
-        click.echo(figures(loaded.stats, loaded.engine.cache.settings.kv), err=True)
+        click.echo(f"{loaded.default_sampling} · {figures(loaded.stats, loaded.engine.cache.settings.kv)}", err=True)
         if stats:
             show_expert_stats(loaded.stats.experts)
 

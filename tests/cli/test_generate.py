@@ -98,6 +98,7 @@ def test_output_is_on_stdout_and_statistics_on_stderr():
     assert result.exit_code == 0, result.stderr
     assert result.stdout.strip()
     assert "generated 5 tokens" in result.stderr
+    assert result.stderr.startswith("temperature 0.7 (default) · prompt")
     assert re.search(
         r"KV cache [\d.]+ [kM]B \(k4v4\) of [\d.]+ [kM]B allocated, [\d.]+x smaller than uncompressed", result.stderr
     )
@@ -122,8 +123,8 @@ def test_statistics_report_draft_tokens_and_batch_invariance():
 
 
 def test_the_prompt_may_come_from_stdin():
-    typed = run("generate", tiny(), "-p", "fox", "-n", "4", *SMALL)
-    assert run("generate", tiny(), "-p", "-", "-n", "4", *SMALL, stdin="fox").stdout == typed.stdout
+    typed = run("generate", tiny(), "-p", "fox", "-n", "4", "-t", "0", *SMALL)
+    assert run("generate", tiny(), "-p", "-", "-n", "4", "-t", "0", *SMALL, stdin="fox").stdout == typed.stdout
 
 
 def test_chat_answers_resets_and_exits():
