@@ -237,9 +237,11 @@ def expanded(b: ir.IRBuilder, kind: str, words: Vectors) -> tuple[Vectors, Vecto
     else:
         both = [_step(b, words[1:], i, 0, 8) for i in range(2 * form.groups)]
         scales, biases = both[: form.groups], both[form.groups :]
-    return tuple(
-        [b.bitcast(b.fmul(factor, step), WORDS) for step in some] for factor, some in ((scale, scales), (bias, biases))
-    )
+
+    def times(factor: ir.Value, steps: Vectors) -> Vectors:
+        return [b.bitcast(b.fmul(factor, step), WORDS) for step in steps]
+
+    return times(scale, scales), times(bias, biases)
 
 
 def _step(b: ir.IRBuilder, words: Vectors, number: int, low: int, bits: int) -> ir.Value:
