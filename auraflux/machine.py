@@ -1,11 +1,13 @@
 """Facts about the machine, read from the system without importing torch or numba."""
 
+import math
 import os
 import platform
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from auraflux.errors import SettingsError
 
@@ -44,6 +46,42 @@ def this_machine() -> Machine:
 def usable_cores() -> int:
     """Return the number of cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def compute_cores(root: Path = Path("/")) -> int:
+    """Return the number of threads that compute without sharing a core: physical cores of this process, within its CPU quota.
+
+    root  folder that holds the system's `proc` and `sys`
+    """
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    topology = root / "sys/devices/system/cpu"
+    # hardware threads of one core list the same siblings; without a list each counts as a core
+    cores = {"".join(_lines(topology / f"cpu{cpu}/topology/thread_siblings_list")) or cpu for cpu in cpus}
+    quota = min(_cpu_quotas(root), default=math.inf)
+    return len(cores) if quota >= len(cores) else max(1, math.ceil(quota))
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """Yield the CPU quotas, in cores, of the control groups that hold this process."""
+    groups = root / "sys/fs/cgroup"
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.strip().split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mounts = (groups / controllers, groups / "cpu") if controllers else (groups, groups / "unified")
+        # a container may see its own group as the root, under the path that it has outside
+        parts = PurePosixPath(path).parts[1:]
+        for mount in mounts:
+            for n in range(len(parts) + 1):
+                yield from _quota_of(mount.joinpath(*parts[:n]))
+
+
+def _quota_of(group: Path) -> Iterator[float]:
+    """Yield the CPU quota of one control group, if it has one: of version 2 or 1."""
+    words = " ".join(_lines(group / "cpu.max")).split()
+    words = words or [*_lines(group / "cpu.cfs_quota_us"), *_lines(group / "cpu.cfs_period_us")]
+    if len(words) == 2 and words[0].isdecimal():
+        yield int(words[0]) / int(words[1])
 
 
 def free_nbytes() -> int:

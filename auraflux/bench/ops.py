@@ -56,9 +56,9 @@ def run(
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Result]:
     """Check and time the cases one by one; `say` receives progress messages."""
-    import numba
+    from auraflux.ops.simd.threads import threads
 
-    torch.set_num_threads(numba.get_num_threads())
+    torch.set_num_threads(threads())
     for case in cases:
         contract = "exact" if case.exact else "fast"
         say(f"{case.op.name} {case.name}: checking")

@@ -17,7 +17,7 @@ OTHERS = {
     "XDG_CACHE_HOME": "Absolute path of the user's cache folder; by default `~/.cache`.",
     "HF_HOME": "Folder of models that huggingface_hub downloads (`org/name`); its other variables (`HF_TOKEN`, `HF_ENDPOINT`, "
     "`HF_HUB_OFFLINE`) work too.",
-    "NUMBA_NUM_THREADS": "Threads of CPU kernels; by default one per core.",
+    "NUMBA_NUM_THREADS": "Threads of CPU kernels; by default one per physical core, within the CPU quota of a container.",
     "OMP_NUM_THREADS": "Threads of torch, which runs references and dense products.",
     "CUDA_VISIBLE_DEVICES": "Visible GPUs; if empty, `--device auto` chooses the CPU.",
     "TRITON_CACHE_DIR": "Folder of compiled Triton kernels; by default `~/.triton/cache`.",

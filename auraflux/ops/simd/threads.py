@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numba
@@ -26,6 +27,7 @@ from numba import types
 from numba.core import config as _config
 from numba.extending import intrinsic
 
+from auraflux.machine import compute_cores
 from auraflux.ops.simd.atomics import WORD, call_libc, compare_exchange, fetch_add, load, pause, store
 from auraflux.ops.simd.compile.cache_folder import our_cache
 from auraflux.ops.simd.compile.compiler import KernelCompiler, jit_with
@@ -236,6 +238,9 @@ class _ThreadPool:
                     break
                 self._threads.append(thread)
             self.count = 1 + len(self._threads)
+            # torch does not know the CPU quota of a container
+            if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > (cores := compute_cores()):
+                torch.set_num_threads(cores)
             return self.count
 
     def stop(self) -> None:
@@ -264,8 +269,14 @@ os.register_at_fork(after_in_child=thread_pool.reset_after_fork)
 def threads() -> int:
     """Return the number of threads, which is the number of jobs that occupies them all."""
     if not thread_pool.count and thread_pool.count_only_for == threading.get_ident():
-        return config.NUMBA_NUM_THREADS
-    return thread_pool.count or thread_pool.start(config.NUMBA_NUM_THREADS)
+        return _default_count()
+    return thread_pool.count or thread_pool.start(_default_count())
+
+
+@cache
+def _default_count() -> int:
+    """Return the number of threads that the environment sets, or one per core that this process may use."""
+    return config.NUMBA_NUM_THREADS if "NUMBA_NUM_THREADS" in os.environ else compute_cores()
 
 
 def compile_launch() -> None:

@@ -49,7 +49,7 @@ class Reader(gguf.GGUFReader):
 def contents(field: gguf.ReaderField) -> Any:
     """Return a field's value; faster for strings than the package, which copies each of them twice."""
     if field.types and field.types[0] == GGUFValueType.ARRAY and field.types[-1] == GGUFValueType.STRING:
-        return [str(field.parts[i], "utf-8") for i in field.data]
+        return [bytes(field.parts[i]).decode() for i in field.data]
     return field.contents()
 
 

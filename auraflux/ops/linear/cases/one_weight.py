@@ -133,7 +133,7 @@ LINEAR_CASES = [
     *[
         linear_case(
             f"format-{name}-64",
-            lambda f=TIMED[name]: large_format(*f, 64, 2048, 2048),
+            lambda f=TIMED[name]: large_format(f[0], f[1], f[2], f[3], 64, 2048, 2048),
             exact=False,
             tol=FAST,
             bench=True,

@@ -30,8 +30,8 @@ def by_parity(b: ir.IRBuilder, word: ir.Value) -> list[ir.Value]:
 
 def by_input(b: ir.IRBuilder, pairs: list[ir.Value]) -> list[ir.Value]:
     """Rearrange the results of `by_parity` to one vector for each of the four inputs."""
-    halves, even = (pairs[:2], pairs[2:]), range(0, 2 * BLOCK, 2)
-    return [pick(b, *halves[i % 2], [n + i // 2 for n in even]) for i in range(4)]
+    even = range(0, 2 * BLOCK, 2)
+    return [pick(b, pairs[2 * (i % 2)], pairs[2 * (i % 2) + 1], [n + i // 2 for n in even]) for i in range(4)]
 
 
 def half_codes(b: ir.IRBuilder, codes: ir.Value) -> list[ir.Value]:
