@@ -80,8 +80,8 @@ def test_flags_of_other_engines_are_accepted(words: list[str]):
     done = call("generate", "-m", tiny(), *words, "-p", "The quick", "--n-predict", 2, "--temp", 0, "--json")
     assert done.exit_code == 0, done.stderr
     flag = words[0].partition("=")[0]
-    assert f"note: {flag} is here --context.\n" in done.stderr
-    assert "note: -m is here MODEL.\n" in done.stderr
+    assert f"note: {flag} means --context.\n" in done.stderr
+    assert "note: -m means MODEL.\n" in done.stderr
     assert '"tokens": 2' in done.stdout
 
 

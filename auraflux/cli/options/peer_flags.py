@@ -120,7 +120,7 @@ class PeerFlag(click.Option):
         if self.target is None:
             raise click.UsageError(f"There is no {self.opts[0]} here. {self.instead}", ctx)
         option = isinstance(self.target, click.Option)
-        notice(ctx, self.opts[0], self.target.opts[0] if option else "MODEL", verb="is here")
+        notice(ctx, self.opts[0], self.target.opts[0] if option else "MODEL", verb="means")
         # parameters that are not eager are processed later, from the same mapping; a missing argument is in it
         assert isinstance(opts, dict)
         name, given = str(self.target.name), opts.pop(self.name)
