@@ -83,7 +83,7 @@ class ModelLoader:
 
     def _model(self, report: Report) -> Any:
         source, budget = self.source, self.budget
-        return make_model(
+        model = make_model(
             source.module,
             source.config,
             source.checkpoint,
@@ -96,8 +96,9 @@ class ModelLoader:
             layers=budget.layers,
             shard=None if self.leader is None else self.leader.shard(),
             mtp=bool(source.mtp_shapes),
-            notes=self.weight_notes,
         )
+        self.weight_notes.extend(model.notes)
+        return model
 
     def _prepare(self, model: Any, report: Report) -> ModelCalibration | None:
         """Calibrate keys; on a CPU, compile the kernels of the model at the same time."""
@@ -209,13 +210,11 @@ def make_model(
     shard: RankShard | None = None,
     mtp: bool = False,
     pool: GpuExpertPool | None = None,
-    notes: list[str] | None = None,
 ) -> Any:
     """Load a model, or some of its layers, or a shard of each.
 
-    mtp    include the MTP head
-    pool   receives the experts
-    notes  receives remarks for the user
+    mtp   include the MTP head
+    pool  receives the experts
     """
     total, done = sum(checkpoint.sizes().values()), 0
     if pool is not None and checkpoint.experts is not None:
@@ -242,8 +241,7 @@ def make_model(
     )
     model = module.Model(config, weights)
     weights.check_loaded()
-    if notes is not None:
-        notes += weights.notes()
+    model.notes = weights.notes()
     if pool is not None:
         pool.finish()
     return model

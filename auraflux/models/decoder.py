@@ -5,6 +5,7 @@ A family supplies `make_mixer` and `make_mlp`, and overrides other methods where
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -53,11 +54,13 @@ class Decoder(ABC, Generic[ConfigT]):
     by_context            keys depend on the context of the KV cache; derived from the layers
     idempotent_append     attention layers may append a token twice at one position, which last-token logits need
     mtp                   the MTP head; None where it is not loaded
+    notes                 remarks for the user on the weights
     """
 
     norms = "input_layernorm", "post_attention_layernorm"
     shift = 0.0
     idempotent_append = False
+    notes: Sequence[str] = ()
 
     def __init__(self, config: ConfigT, weights: Weights):
         self.config, self.dtype = config, weights.dtype

@@ -46,7 +46,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 128},
     "gemma4_text": {"per_layer_config": None, "enable_moe_block": True, **EXPERTS},
     "gemma4_unified_text": {"per_layer_config": None},
-    "qwen4_exp_text": {"indexer_compress_ratio": 64, "indexer_budget": 2048, "indexer_head_dim": 256},
+    "qwen4_exp_text": {
+        "indexer_compress_ratio": 64,
+        "indexer_budget": 2048,
+        "indexer_head_dim": 256,
+        "indexer_n_heads": 4,
+        "ple_layer_ids": [2],
+        "eos_token_id": 1,
+    },
 }
 
 

@@ -59,7 +59,7 @@ def named_caches() -> list:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_steps_of_dense_folders_are_replayed(name: str, dtype: torch.dtype, tmp_path: Path):
     torch.manual_seed(0)
     source = ALL[name]().to(dtype)

@@ -17,7 +17,7 @@ from tests.models.test_gemma4_text import for_mlx as gemma4_keys
 from tests.models.test_gemma4_text import mixture
 from tests.models.test_glm4_moe import for_mlx as glm_keys
 from tests.models.test_glm4_moe import glm, minimax
-from tests.models.test_gpt_oss import gpt_oss, under_mlx_names
+from tests.models.test_gpt_oss import YARN, gpt_oss, under_mlx_names
 from tests.models.test_qwen3_5_moe import next_for_mlx, qwen3_next
 from tests.models.test_qwen3_moe import for_mlx as qwen3_keys
 from tests.models.test_qwen3_moe import mixtral, olmoe, qwen2_moe, qwen3_moe, scale_embeddings
@@ -42,7 +42,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], Any, Write]] = {
     "ernie4_5_moe": (lambda: ernie(0.0, tie_word_embeddings=False), legacy_config, save),
     "gemma4": (mixture, gemma4_keys, save),
     "qwen3_next": (lambda: scale_embeddings(qwen3_next()), next_for_mlx, save),
-    "gpt_oss": (gpt_oss, legacy_config, under_mlx_names),
+    "gpt_oss": (lambda: gpt_oss(rope_parameters=YARN), legacy_config, under_mlx_names),
 }
 
 
