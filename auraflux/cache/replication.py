@@ -56,7 +56,8 @@ def batch_facts(batch: Batch) -> dict[str, Any]:
 class ReplicaBatch(Batch):
     """A batch of another cache's sequences: layers read it like any other, and it allocates nothing."""
 
-    def __init__(self, index: StepIndex, slots: tuple[int, ...], logits: Logits):
+    def __init__(self, index: StepIndex, slots: tuple[int, ...], logits: Logits, context: int):
+        self.context = context
         self.index, self.logits, self.sequences, self.padding_sequences, self.padding = index, logits, [], 0, None
         self._slots, self._views, self._padding_mask = slots, {}, None
 
@@ -97,7 +98,7 @@ class CacheReplica:
         """Return the batch of a step from its `batch_facts`."""
         index, slots, logits = self.cache.index(*facts["index"]), tuple(facts["slots"]), Logits(facts["logits"])
         key = index, slots, logits
-        found = self._batches.pop(key, None) or ReplicaBatch(index, slots, logits)
+        found = self._batches.pop(key, None) or ReplicaBatch(index, slots, logits, self.cache.context)
         if len(self._batches) >= MAX_BATCHES:
             del self._batches[next(iter(self._batches))]
         self._batches[key] = found

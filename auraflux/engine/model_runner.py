@@ -18,6 +18,7 @@ class Model(Protocol):
     config: Any
     idempotent_append: bool
     supports_mixed_batch: bool
+    by_context: bool
 
     def forward(self, ids: Tensor, batch: Batch | MixedBatch, cache: Cache) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...

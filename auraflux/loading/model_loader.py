@@ -1,6 +1,6 @@
 """`ModelLoader`: loads weights, calibrates keys and builds the engine."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ from auraflux.weights.parallel.tensor_slices import UNSLICED
 class ModelLoader:
     """A model whose memory is planned, before its weights are loaded.
 
-    leader  communicates with the other ranks; None for a single process
-    device  that `options` select
+    leader        communicates with the other ranks; None for a single process
+    device        that `options` select
+    weight_notes  remarks for the user on the weights, once they are loaded
     """
 
     source: ModelSource
@@ -41,6 +42,7 @@ class ModelLoader:
     options: LoadOptions
     device: torch.device
     tokenizer: Tokenizer | None
+    weight_notes: list[str] = field(default_factory=list)
 
     @property
     def graphs(self) -> bool:
@@ -81,7 +83,7 @@ class ModelLoader:
 
     def _model(self, report: Report) -> Any:
         source, budget = self.source, self.budget
-        return make_model(
+        model = make_model(
             source.module,
             source.config,
             source.checkpoint,
@@ -95,6 +97,8 @@ class ModelLoader:
             shard=None if self.leader is None else self.leader.shard(),
             mtp=bool(source.mtp_shapes),
         )
+        self.weight_notes.extend(model.notes)
+        return model
 
     def _prepare(self, model: Any, report: Report) -> ModelCalibration | None:
         """Calibrate keys; on a CPU, compile the kernels of the model at the same time."""
@@ -173,6 +177,7 @@ class ModelLoader:
     def prefix_disk(self, engine: Engine, nbytes: int, folder: Path) -> PrefixDisk:
         """Return the prefix cache on disk; entries of other models and of other settings have other folders."""
         variant = ["invariant"] if engine.batch_invariant else []
+        variant += [f"context {engine.cache.context}"] if engine.model.by_context else []
         name = fingerprint(self.source.path, self.options.quantize, self.options.exact, engine.cache.format, *variant)
         return PrefixDisk(folder / name, nbytes, name)
 
@@ -180,7 +185,12 @@ class ModelLoader:
         """Return remarks for the user."""
         experts, trained = self.budget.experts, self.source.config.context
         pool_notes = () if self.budget.pool is None else self.budget.pool.notes
-        notes = [*self.source.checkpoint.notes, *(experts.notes if experts is not None else ()), *pool_notes]
+        notes = [
+            *self.source.checkpoint.notes,
+            *self.weight_notes,
+            *(experts.notes if experts is not None else ()),
+            *pool_notes,
+        ]
         notes += self.leader.notes if self.leader is not None else ()
         if self.budget.sizes.context > trained:
             notes.append(f"the model was trained on sequences of {trained:,} tokens; output beyond that may be nonsense.")
@@ -231,6 +241,7 @@ def make_model(
     )
     model = module.Model(config, weights)
     weights.check_loaded()
+    model.notes = weights.notes()
     if pool is not None:
         pool.finish()
     return model

@@ -64,6 +64,7 @@ class Attention(Mixer):
         parts: str = "qkv",
     ):
         self.rotation, self.eps, self.softcap, self.gated = rotation, eps or 0.0, softcap, gated
+        self.by_context = rotation.by_context is not None
         self.scale, self.growth = heads.width**-0.5 if scale is None else scale, growth
         # a rank has all query heads of its key heads
         mine, shared = weights.slices.heads(heads.kv), heads.count // heads.kv
@@ -152,4 +153,4 @@ class Attention(Mixer):
 
     def append(self, batch: Batch, store: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append keys and values of new tokens to the cache; return the rotated queries, [T, Hq, D]."""
-        return store.rope_append(batch, q, k, v, self.rotation, self.norms, self.eps)
+        return store.rope_append(batch, q, k, v, self.rotation.at(batch.context), self.norms, self.eps)

@@ -5,6 +5,7 @@ A family supplies `make_mixer` and `make_mlp`, and overrides other methods where
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -50,13 +51,16 @@ class Decoder(ABC, Generic[ConfigT]):
     shift                 added to the norms' weights, see `Weights.vector`
     span                  the numbers of the layers that are here
     supports_mixed_batch  a step may have a decode and a prefill part; derived from the layers
+    by_context            keys depend on the context of the KV cache; derived from the layers
     idempotent_append     attention layers may append a token twice at one position, which last-token logits need
     mtp                   the MTP head; None where it is not loaded
+    notes                 remarks for the user on the weights
     """
 
     norms = "input_layernorm", "post_attention_layernorm"
     shift = 0.0
     idempotent_append = False
+    notes: Sequence[str] = ()
 
     def __init__(self, config: ConfigT, weights: Weights):
         self.config, self.dtype = config, weights.dtype
@@ -72,6 +76,7 @@ class Decoder(ABC, Generic[ConfigT]):
             self.head = self._head(weights)
         else:
             weights.skip("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+        self.by_context = any(layer.mixer.by_context for layer in self.layers)
         self._link_prefetch()
         self.mtp = self._mtp(weights, self.mtp_names(config))
 
@@ -127,8 +132,14 @@ class Decoder(ABC, Generic[ConfigT]):
         return made
 
     def _head(self, weights: Weights) -> Stored:
-        """Load the LM head: the embedding where the two are tied, or where another rank computes logits."""
-        if not self.config.tied and weights.slices.first:
+        """Load the LM head: the embedding where the two are tied, or where another rank computes logits.
+
+        A file may have a head that differs from the embedding although its config ties them; the head is used then.
+        """
+        tied, both = self.config.tied, ("lm_head.weight", "model.embed_tokens.weight")
+        if tied and all(map(weights.has, both)) and not weights.equal(*both):
+            tied, weights.has_untied_head = False, True
+        if not tied and weights.slices.first:
             return weights.matrix("lm_head", self.config.vocab, self.config.hidden)
         weights.skip("lm_head.weight")
         return self.table

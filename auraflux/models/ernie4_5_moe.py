@@ -10,9 +10,10 @@ from auraflux.models.mixture import MixtureConfig, biased_mixture
 from auraflux.models.rotation import rope_settings, rotation
 from auraflux.ops import Routing
 from auraflux.weights.fields import LAYERS, SHARED_EXPERTS
-from auraflux.weights.formats.untrusted import either, integer
+from auraflux.weights.formats.untrusted import either, integer, number
 from auraflux.weights.loader import Weights
 
+NORM_FLOOR = number(0, 2**-10)
 LAST = either(integer(-1, -1), LAYERS)  # -1 for the last layer
 BIAS = "moe_statics.e_score_correction_bias"
 
@@ -25,13 +26,15 @@ class Config(qwen3_moe.Config):
         keys, plain = Keys(config), llama.Config.from_hf(config)
         keys.only("use_bias", False)
         keys.only("moe_gate_act", "softmax")
+        # a floor of the sum of router weights: below 1/1024 no sum of a softmax over up to 1024 experts reaches it
+        keys.get("moe_norm_min", NORM_FLOOR, None)
         inner, settings = keys.expert_inner, rope_settings(keys)
         count, chosen = keys.experts("moe_num_experts", "moe_k")
         shared = inner * keys.get("moe_num_shared_experts", SHARED_EXPERTS, 0) or None
         mixture = MixtureConfig(count, inner, Routing(chosen, "softmax", renormalize=True), shared)
         return cls(
             **vars(plain)
-            | {"rotation": rotation(keys, plain.head_width, settings, interleaved=True)}
+            | {"rotation": rotation(keys, plain.head_width, settings, interleaved=True, by_context=True)}
             | {"tied": keys.tied(True)},
             mixture=mixture,
             sparse=_sparse(keys),

@@ -30,7 +30,8 @@ class Config(qwen3_moe.Config):
     def from_hf(cls, config: dict[str, Any]) -> "Config":
         keys, plain = Keys(config), llama.Config.from_hf(config)
         keys.only("scoring_func", "sigmoid")
-        its_rotation = rotation(keys, _rotated_channels(keys, plain.head_width), rope_settings(keys))
+        width = _rotated_channels(keys, plain.head_width)
+        its_rotation = rotation(keys, width, rope_settings(keys), by_context=True)
         return cls(**vars(plain) | (_minimax(keys) if keys.kind == "minimax_m2" else _glm(keys)) | {"rotation": its_rotation})
 
 

@@ -61,7 +61,7 @@ class Config:
             eps=keys.eps(),
             tied=keys.tied(),
             context=keys.context(131072),
-            rotation=rotation(keys, width, rope_settings(keys)),
+            rotation=rotation(keys, width, rope_settings(keys), by_context=True),
         )
 
 

@@ -79,9 +79,11 @@ class Mixer(ABC):
     """The part of a layer that reads other tokens: attention or a recurrent state.
 
     supports_mixed_batch  all state of a step is in the cache and the residual stream, so that a step may have two parts
+    by_context            its keys depend on the context of the KV cache, see `Rotation.at`
     """
 
     supports_mixed_batch = True
+    by_context = False
 
     @abstractmethod
     def __call__(self, inputs: Any, batch: Any, store: Any) -> tuple[Tensor, Tensor]:

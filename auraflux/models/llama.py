@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from auraflux.cache import AttentionShape
+from auraflux.errors import FormatError
 from auraflux.models.attention import Attention, Heads
 from auraflux.models.config import Keys
 from auraflux.models.decoder import Decoder, text_name
@@ -16,8 +17,9 @@ from auraflux.weights.loader import Weights
 
 EACH, ALL = "each", "all"
 NORMS = {"qwen3": EACH, "qwen3_moe": EACH, "olmoe": ALL, "minimax_m2": ALL}
-# sliding_window applies without use_sliding_window
-SLIDING = "mistral", "ministral3", "mixtral"
+SLIDING, FULL = "sliding_attention", "full_attention"
+# with a window in every layer, and with one where use_sliding_window says so
+WINDOWED, SWITCHED = ("mistral", "ministral3", "mixtral"), ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,19 +65,35 @@ class Config:
             tied=keys.tied(),
             head_norms=NORMS.get(keys.kind or ""),
             context=keys.context(2048),
-            rotation=rotation(keys, width, settings),
+            rotation=rotation(keys, width, settings, by_context=True),
             growth=growth(settings),
         )
 
 
 def _windows(keys: Keys) -> tuple[int | None, ...]:
-    layers, window = range(keys.layers), keys.sliding_window()
-    if keys.kind in SLIDING:
-        return (window,) * len(layers)
-    # of Qwen the first layers see everything
-    first = keys.get("max_window_layers", integer(0, 1 << 16), 28)
-    first = first if keys.get("use_sliding_window", FLAG, False) else len(layers)
-    return tuple(window if index >= first else None for index in layers)
+    window = keys.sliding_window()
+    if keys.kind in WINDOWED:
+        return (window,) * keys.layers
+    kinds = _layer_types(keys) if keys.kind in SWITCHED else (FULL,) * keys.layers
+    if SLIDING in kinds and not keys.get("use_sliding_window", FLAG, False):
+        raise FormatError(f"{keys.title} has layer_types {SLIDING} and use_sliding_window false. Make one fit the other.")
+    return tuple(keys.window() if kind == SLIDING else None for kind in kinds)
+
+
+def _layer_types(keys: Keys) -> tuple[str, ...]:
+    """Return the kind of each of Qwen's layers, from the checkpoint's list or by the rule of its model_type."""
+    given = keys.layer_types(SLIDING, FULL) if "layer_types" in keys else None
+    last = keys.get("max_window_layers", integer(0, 1 << 16), 28)
+    if not keys.get("use_sliding_window", FLAG, False):
+        return given or (FULL,) * keys.layers
+    if keys.kind == "qwen3_moe":
+        # transformers does not read its list
+        return (SLIDING,) * keys.layers
+    if given is not None:
+        return given
+    if keys.kind == "qwen2_moe":
+        return tuple(SLIDING if i % 2 == 0 and i < last else FULL for i in range(keys.layers))
+    return tuple(FULL if i < last else SLIDING for i in range(keys.layers))
 
 
 class Model(Decoder[Config]):

@@ -1,6 +1,7 @@
 """RoPE as configs describe it: under `rope_parameters`, or under `rope_theta` and `rope_scaling` in older configs."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -8,13 +9,26 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.models.config import Keys
-from auraflux.ops import grow_queries, linear_frequencies, llama3_frequencies, rope, rope_frequencies, yarn_frequencies
-from auraflux.weights.fields import FACTOR, FRACTION, NAME, POSITIONS, THETA, Fields
-from auraflux.weights.formats.untrusted import FLAG, number
+from auraflux.ops import (
+    divided_frequencies,
+    dynamic_frequencies,
+    grow_queries,
+    linear_frequencies,
+    llama3_frequencies,
+    longrope_mscale,
+    rope,
+    rope_frequencies,
+    yarn_frequencies,
+)
+from auraflux.weights.fields import FACTOR, FACTORS, FRACTION, NAME, POSITIONS, THETA, Fields
+from auraflux.weights.formats.untrusted import FLAG, listed, number
 
 SLOPE = number(0, 1e6)
 # what YaRN may be given
 YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
+# types that go by the context before it was extended, and types whose frequencies depend on the context of the KV cache
+EXTENDED, BY_CONTEXT = ("llama3", "yarn", "longrope"), ("dynamic", "longrope")
+KNOWN = ("default", "linear", "llama3", "proportional", "yarn")
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,17 +38,33 @@ class Rotation:
     frequencies  [R/2]  float32
     mscale       multiplies cosine and sine
     interleaved  pairs are neighbours
+    by_context   computes the frequencies for the context of a KV cache; None where they do not depend on it
+    known        the rotations of the contexts asked for
     """
 
     frequencies: Tensor
     mscale: float = 1.0
     interleaved: bool = False
+    by_context: Callable[[int], Tensor] | None = None
+    known: dict[int, "Rotation"] = field(default_factory=dict)
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         return rope(x, self.frequencies, positions, self.mscale, self.interleaved)
 
     def to(self, device: torch.device) -> "Rotation":
-        return Rotation(self.frequencies.to(device), self.mscale, self.interleaved)
+        return replace(self, frequencies=self.frequencies.to(device), known={})
+
+    def at(self, context: int) -> "Rotation":
+        """Return the rotation for a KV cache of so many tokens per sequence.
+
+        All tokens of a cache rotate alike, so that results do not depend on prefill chunks.
+        """
+        if self.by_context is None:
+            return self
+        if context not in self.known:
+            frequencies = self.by_context(context).to(self.frequencies.device)
+            self.known[context] = Rotation(frequencies, self.mscale, self.interleaved)
+        return self.known[context]
 
 
 @dataclass(frozen=True)
@@ -66,6 +96,8 @@ class RopeSettings:
     original_max_position_embeddings: int | None = None
     partial_rotary_factor: float | None = None
     truncate: bool | None = None
+    short_factor: list[float] | None = None
+    long_factor: list[float] | None = None
 
     def need(self, name: str) -> Any:
         """Return a value that the type of rotation cannot do without."""
@@ -94,8 +126,11 @@ def rope_settings(keys: Keys, layer_type: str | None = None) -> RopeSettings:
 
 
 def _read(keys: Keys, found: Fields) -> RopeSettings:
+    kind = found.get("rope_type", NAME, None) or found.get("type", NAME, None) or "default"
+    # some files have it around the settings, which transformers reads first
+    original = keys.get("original_max_position_embeddings", POSITIONS, None) if kind in EXTENDED else None
     return RopeSettings(
-        rope_type=found.get("rope_type", NAME, None) or found.get("type", NAME, None) or "default",
+        rope_type=kind,
         rope_theta=found.get("rope_theta", THETA, keys.theta()),
         factor=found.get("factor", FACTOR, None),
         low_freq_factor=found.get("low_freq_factor", FACTOR, None),
@@ -106,9 +141,11 @@ def _read(keys: Keys, found: Fields) -> RopeSettings:
         mscale=found.get("mscale", SLOPE, None),
         mscale_all_dim=found.get("mscale_all_dim", SLOPE, None),
         llama_4_scaling_beta=found.get("llama_4_scaling_beta", SLOPE, None),
-        original_max_position_embeddings=found.get("original_max_position_embeddings", POSITIONS, None),
+        original_max_position_embeddings=original or found.get("original_max_position_embeddings", POSITIONS, None),
         partial_rotary_factor=found.get("partial_rotary_factor", FRACTION, None),
         truncate=found.get("truncate", FLAG, None),
+        short_factor=found.get("short_factor", FACTORS, None),
+        long_factor=found.get("long_factor", FACTORS, None),
     )
 
 
@@ -118,8 +155,11 @@ def rotated_share(keys: Keys, settings: RopeSettings) -> float | None:
     return keys.get("partial_rotary_factor", FRACTION, None) if found is None else found
 
 
-def rotation(keys: Keys, width: int, settings: RopeSettings, interleaved: bool = False) -> Rotation:
-    """Return the rotation of `width` channels that settings ask for."""
+def rotation(keys: Keys, width: int, settings: RopeSettings, interleaved: bool = False, by_context: bool = False) -> Rotation:
+    """Return the rotation of `width` channels that settings ask for.
+
+    by_context  the family's attention asks for the rotation of a batch's context, see `Rotation.at`
+    """
     kind, theta = settings.rope_type, settings.rope_theta
     if width < 2 or width % 2:
         raise FormatError(f"{keys.title} rotates {width} channels of a head in pairs; an even number is needed.")
@@ -134,7 +174,32 @@ def rotation(keys: Keys, width: int, settings: RopeSettings, interleaved: bool =
         return Rotation(llama3_frequencies(width, theta, *(settings.need(name) for name in names)), 1.0, interleaved)
     if kind == "yarn":
         return Rotation(*_yarn(keys, width, theta, settings), interleaved)
-    raise FormatError(f"config.json has {kind!r} RoPE; default, linear, llama3, proportional and yarn are supported.")
+    if by_context and kind in BY_CONTEXT:
+        found, mscale = (_dynamic if kind == "dynamic" else _longrope)(keys, width, theta, settings)
+        return Rotation(found(1), mscale, interleaved, found)
+    known = (*KNOWN, *BY_CONTEXT) if by_context else KNOWN
+    raise FormatError(f"{keys.title} has {kind!r} RoPE; {listed(known)} are supported.")
+
+
+def _dynamic(keys: Keys, width: int, theta: float, settings: RopeSettings) -> tuple[Callable[[int], Tensor], float]:
+    factor, trained = settings.need("factor"), keys.read("max_position_embeddings", POSITIONS)
+    if width < 4:
+        raise FormatError(f"{keys.title} has 'dynamic' RoPE of {width} channels; 4 or more are needed.")
+    if factor < 1:
+        raise FormatError(f"{keys.title} has 'dynamic' RoPE with factor {factor:g}; 1 or more is needed.")
+    return lambda context: dynamic_frequencies(width, theta, factor, trained, context), 1.0
+
+
+def _longrope(keys: Keys, width: int, theta: float, settings: RopeSettings) -> tuple[Callable[[int], Tensor], float]:
+    short, long = settings.need("short_factor"), settings.need("long_factor")
+    for name, factors in (("short_factor", short), ("long_factor", long)):
+        if len(factors) != width // 2:
+            raise FormatError(f"{keys.title} has {len(factors)} values of {name} for {width // 2} frequencies.")
+    trained = keys.read("max_position_embeddings", POSITIONS)
+    original = settings.original_max_position_embeddings or trained
+    factor = trained / original if settings.factor is None else settings.factor
+    mscale = longrope_mscale(factor, original) if settings.attention_factor is None else settings.attention_factor
+    return lambda context: divided_frequencies(width, theta, long if context > original else short), mscale
 
 
 def _proportional(width: int, theta: float, settings: RopeSettings) -> Tensor:

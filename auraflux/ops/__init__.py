@@ -72,7 +72,15 @@ from auraflux.ops.norm.reference import (
     qk_norm,
     rms_norm,
 )
-from auraflux.ops.rope.frequencies import linear_frequencies, llama3_frequencies, rope_frequencies, yarn_frequencies
+from auraflux.ops.rope.frequencies import (
+    divided_frequencies,
+    dynamic_frequencies,
+    linear_frequencies,
+    llama3_frequencies,
+    longrope_mscale,
+    rope_frequencies,
+    yarn_frequencies,
+)
 from auraflux.ops.rope.reference import grow_queries, norm_rope, rope
 from auraflux.ops.sample.reference import penalize, sample
 from auraflux.ops.streams.reference import (
@@ -144,6 +152,8 @@ __all__ = [
     "decode",
     "delta_gates",
     "delta_layer_step",
+    "divided_frequencies",
+    "dynamic_frequencies",
     "embed",
     "encode",
     "exact",
@@ -172,6 +182,7 @@ __all__ = [
     "linear_frequencies",
     "linears",
     "llama3_frequencies",
+    "longrope_mscale",
     "merge_partials",
     "mixture",
     "norm_rope",

@@ -28,6 +28,7 @@ STREAMS = integer(1, 64)  # residual streams per token
 POSITIONS, TOKEN_COUNT = integer(1, 1 << 40), integer(1, 1 << 24)
 EPS, THETA, FRACTION, FACTOR = number(0, 1), number(1, 1e12), number(0, 1), number(1e-6, 1e6)
 TOKEN = integer(0, 1 << 31)
+FACTORS = list_of(FACTOR, 1 << 10)
 TOKENS = either(TOKEN, list_of(TOKEN, 1024))
 
 

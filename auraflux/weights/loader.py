@@ -14,7 +14,7 @@ from torch import Tensor
 from auraflux.errors import FormatError, SettingsError
 from auraflux.machine import free_nbytes
 from auraflux.quant import QTensor
-from auraflux.weights.convert.quantize_large import quantize_large
+from auraflux.weights.convert.quantize_large import fitting_group, quantize_large
 from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
 from auraflux.weights.experts.pool.load_pool import Matrices, write_blobs
 from auraflux.weights.experts.row_table import RowTable
@@ -90,6 +90,9 @@ class Weights:
                 self._stored[name] = stored
         self._unloaded = set(self._stored)
         self._missing: list[str] = []
+        # name -> width, of matrices that no group divides
+        self.unquantized: dict[str, int] = {}
+        self.has_untied_head = False
         self._mismatched: list[str] = []
 
     @property
@@ -107,6 +110,26 @@ class Weights:
     def is_quantized(self, name: str) -> bool:
         """Return whether the checkpoint has a tensor in quantized form."""
         return self.has(name) and isinstance(self.checkpoint.load(self._stored[name]), QTensor)
+
+    def equal(self, first: str, second: str) -> bool:
+        """Return whether two tensors of the checkpoint are the same, in codes or in values."""
+        one, other = (self.checkpoint.load(self._stored[name]) for name in (first, second))
+        pairs = list(zip(_tensors(one), _tensors(other), strict=False))
+        same = [a.dtype is b.dtype and torch.equal(a, b) for a, b in pairs]
+        self.release(first, second)
+        return all(same) and len(_tensors(one)) == len(_tensors(other))
+
+    def notes(self) -> list[str]:
+        """Return remarks for the user on tensors that were not loaded as asked."""
+        found = []
+        if self.unquantized:
+            widths = ", ".join(f"{width:,}" for width in sorted(set(self.unquantized.values())))
+            found.append(
+                f"{len(self.unquantized)} weights are not quantized, since no group of 32 divides their widths: {widths}."
+            )
+        if self.has_untied_head:
+            found.append("config.json says tie_word_embeddings, but lm_head differs from the embedding; lm_head is used.")
+        return found
 
     def skip(self, *names: str) -> None:
         """Ignore tensors that some checkpoints have and the model does not need."""
@@ -212,7 +235,7 @@ class Weights:
                     f"{name} is quantized in groups of {group} columns, and rank {self.slices.rank} would have columns "
                     f"{columns.start} to {columns.stop}, which split a group. Use fewer ranks, or another kind of parallelism."
                 )
-        return self.complete(stored, self.to_kernel_layout(self.quantized(cut(found, some, columns), stored), in_order))
+        return self.complete(stored, self.to_kernel_layout(self._quantized(cut(found, some, columns), stored, width), in_order))
 
     @property
     def quantization_group(self) -> int | None:
@@ -267,12 +290,17 @@ class Weights:
                 self.checkpoint.release(self._stored[name])
 
     def quantized(self, found: Stored, name: str) -> Stored:
-        """Quantize a dense matrix or stack if `bits` is set and its width is a multiple of the group."""
-        if self.bits is None or isinstance(found, QTensor) or is_placeholder(found) or found.shape[-1] % self.group:
+        """Quantize a dense matrix or stack if `bits` is set and a group of 32 or more divides its width."""
+        return self._quantized(found, name, found.shape[-1])
+
+    def _quantized(self, found: Stored, name: str, width: int) -> Stored:
+        """Quantize a matrix, or some columns of one of `width`."""
+        if self.bits is None or isinstance(found, QTensor) or is_placeholder(found) or ROUTERS.search(name):
             return found
-        if ROUTERS.search(name):
+        if (group := fitting_group(width, self.group)) is None:
+            self.unquantized[name] = width
             return found
-        return quantize_large(found, self.bits, self.group)
+        return quantize_large(found, self.bits, group)
 
     def to_kernel_layout(self, found: Stored, in_order: bool = False) -> Stored:
         """Convert a matrix or stack to the layout of the device's kernels."""
@@ -400,6 +428,10 @@ def _lanes() -> int:
 
 def sampled(rows: Stored) -> list[Tensor]:
     """Return rows of a matrix as tensors that identify it."""
-    if isinstance(rows, QTensor):
-        return [part for part in (rows.packed, rows.scales, rows.biases) if part is not None]
-    return [rows.bfloat16()]
+    return _tensors(rows) if isinstance(rows, QTensor) else [rows.bfloat16()]
+
+
+def _tensors(found: Stored) -> list[Tensor]:
+    if isinstance(found, QTensor):
+        return [part for part in (found.packed, found.scales, found.biases) if part is not None]
+    return [found]

@@ -14,6 +14,7 @@ from auraflux.defaults import KV as DEFAULT_KV
 from auraflux.errors import SettingsError
 from auraflux.quant import QTensor, super_blocks
 from auraflux.quant.gguf_blocks import NOT_IN_MLX, memory_bits
+from auraflux.weights.convert.quantize_large import fitting_group
 from auraflux.weights.experts.row_table import ON_DISK_TABLE, ROW_CACHE_NBYTES
 from auraflux.weights.formats.folder import Folder
 from auraflux.weights.formats.gguf import DENSE, GGUFFile
@@ -152,8 +153,9 @@ def weight_bits(checkpoint: Checkpoint, name: str, ours: str, bits: int | None =
     """
     label, per_weight = _format(checkpoint, name)
     shape = checkpoint.shape(name)
-    if bits is not None and label in DTYPES and len(shape) > 1 and shape[-1] % group == 0 and not ROUTERS.search(ours):
-        per_weight = bits + 2 * DTYPES[label].itemsize * 8 / group
+    if bits is not None and label in DTYPES and len(shape) > 1 and not ROUTERS.search(ours):
+        fitting = fitting_group(shape[-1], group)
+        per_weight = per_weight if fitting is None else bits + 2 * DTYPES[label].itemsize * 8 / fitting
     return label, per_weight
 
 

@@ -22,13 +22,15 @@ def legacy_config(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "rope_theta": theta, "rope_scaling": None if rope["rope_type"] == "default" else rope}
 
 
-def quantized(folder: Path, target: Path, change: Change, bits: int = 4, group: int = 32) -> Path:
-    """Quantize the weights of a folder with mlx-lm."""
+def quantized(
+    folder: Path, target: Path, change: Change, bits: int | None = 4, group: int | None = 32, mode: str = "affine"
+) -> Path:
+    """Quantize the weights of a folder with mlx-lm; None for the mode's own bits and group."""
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is not installed")
     path = folder / "config.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     model, config = utils.load_model(folder)
-    model, config = utils.quantize_model(model, config, group, bits)
+    model, config = utils.quantize_model(model, config, group, bits, mode)
     utils.save_model(target, model)
     utils.save_config(config, target / "config.json")
     return target

@@ -73,6 +73,7 @@ def test_attention_logits_are_capped(tmp_path: Path):
         # transformers takes the cap as an argument
         expected = model.eval()(torch.tensor([ids]), softcap=0.5).logits[0]
     assert error(logits(tmp_path, ids), expected) < 2e-4
+    assert error(logits(tmp_path, ids, kv="k8v8"), expected) < 0.02
     assert error(expected, transformers_logits(model, ids)) > 1e-3
 
 

@@ -42,11 +42,11 @@ QUICK |= {"deepseek_v3": ("k8v4",), "gemma3": ("none",)}
 PROMPT, STEPS = 50, 90  # past two pages, and past the length buckets of 64 and 128 tokens
 
 
-def engines(folder: Path, kv: str) -> dict[bool, Engine]:
+def engines(folder: Path, kv: str, bits: int | None = 4) -> dict[bool, Engine]:
     checkpoint = open_checkpoint(folder)
     module = family(checkpoint.config)
     config = module.Config.from_hf(checkpoint.config)
-    weights = Weights(checkpoint, module.rename, bits=4, group=32)
+    weights = Weights(checkpoint, module.rename, bits=bits, group=32)
     model, shapes = module.Model(config, weights), module.make_caches(config)
     weights.check_loaded()
     options: dict[str, Any] = {"context": 256, "sequences": 2}
@@ -56,6 +56,21 @@ def engines(folder: Path, kv: str) -> dict[bool, Engine]:
 def named_caches() -> list:
     pairs = [(name, kv) for name in ALL for kv in ("none", "k8v4")]
     return [pytest.param(*pair, marks=[] if pair[1] in QUICK.get(pair[0], ()) else pytest.mark.slow) for pair in pairs]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_steps_of_dense_folders_are_replayed(name: str, dtype: torch.dtype, tmp_path: Path):
+    torch.manual_seed(0)
+    source = ALL[name]().to(dtype)
+    ids, found = tokens(source, 20), {}
+    for graphs, engine in engines(save(source, tmp_path), "none", bits=None).items():
+        sequence = engine.cache.open()
+        prefill(engine, sequence, ids[:10])
+        batch = engine.cache.batch([sequence])
+        found[graphs] = torch.stack([engine.decode(batch, [token]) for token in ids[10:]])
+        assert (engine.graphs.refused is None) == graphs, engine.graphs.refused
+    assert torch.equal(found[True], found[False])
 
 
 @pytest.mark.parametrize(("name", "kv"), named_caches())

@@ -21,6 +21,7 @@ from transformers import (
 from auraflux.errors import FormatError
 from auraflux.models.qwen3_moe import Config
 from auraflux.quant import quantize
+from auraflux.weights.convert.quantize_large import fitting_group
 from tests.models.mlx_oracle import check_mlx, legacy_config, quantized
 from tests.models.oracles import check_family, error, logits, save, tokens, transformers_logits
 
@@ -55,10 +56,10 @@ def qwen3_moe(**changes: Any) -> Any:
     return scale_embeddings(Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SMALL, **changes})))
 
 
-def qwen2_moe() -> Any:
+def qwen2_moe(**changes: Any) -> Any:
     torch.manual_seed(0)
     without = {key: value for key, value in SMALL.items() if key not in ("head_dim", "norm_topk_prob")}
-    return scale_embeddings(Qwen2MoeForCausalLM(Qwen2MoeConfig(**without, shared_expert_intermediate_size=96)))
+    return scale_embeddings(Qwen2MoeForCausalLM(Qwen2MoeConfig(**without, shared_expert_intermediate_size=96, **changes)))
 
 
 def olmoe() -> Any:
@@ -76,6 +77,15 @@ def mixtral() -> Any:
 
 
 RELATIVES = {"qwen2_moe": qwen2_moe, "olmoe": olmoe, "mixtral": mixtral}
+WINDOW = {"use_sliding_window": True, "sliding_window": 21}
+LISTED = {**WINDOW, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+WINDOWS: dict[str, Any] = {
+    "qwen3-every-layer": lambda: qwen3_moe(**WINDOW),
+    "qwen3-ignores-its-list": lambda: qwen3_moe(**LISTED),
+    "qwen2-every-second-layer": lambda: qwen2_moe(**WINDOW),
+    "qwen2-first-layers": lambda: qwen2_moe(**WINDOW, max_window_layers=1),
+    "qwen2-listed": lambda: qwen2_moe(**LISTED),
+}
 VARIANTS = {
     "grouped": {},
     "all-heads": {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 32},
@@ -99,6 +109,13 @@ def test_logits_of_related_models_match_transformers(name: str, tmp_path: Path):
     check_family(model, save(model, tmp_path))
 
 
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_match_transformers(name: str, tmp_path: Path):
+    model = WINDOWS[name]()
+    ids = tokens(model, 70)
+    assert error(logits(save(model, tmp_path), ids), transformers_logits(model, ids)) < 1e-5
+
+
 def stack_experts(folder: Path) -> Path:
     """Stack experts as published for Qwen3.5: gate and up of all experts in one tensor."""
     path = folder / "model.safetensors"
@@ -119,9 +136,9 @@ def quantize_weights(model: Any) -> Any:
     """Quantize every matrix but the routers to 4 bits, as loading with `bits` does."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            fits = parameter.dim() > 1 and not parameter.shape[-1] % 64
-            if fits and not name.endswith(ROUTERS):
-                parameter.copy_(quantize(parameter.detach(), 4, 64).dequantize(torch.float32))
+            group = fitting_group(parameter.shape[-1], 64) if parameter.dim() > 1 else None
+            if group is not None and not name.endswith(ROUTERS):
+                parameter.copy_(quantize(parameter.detach(), 4, group).dequantize(torch.float32))
     return model
 
 

@@ -11,7 +11,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import use_backend
-from auraflux.ops.rope.frequencies import linear_frequencies, llama3_frequencies, rope_frequencies, yarn_frequencies
+from auraflux.ops.rope.frequencies import (
+    divided_frequencies,
+    dynamic_frequencies,
+    linear_frequencies,
+    llama3_frequencies,
+    longrope_mscale,
+    rope_frequencies,
+    yarn_frequencies,
+)
 from auraflux.ops.rope.reference import rope
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -145,6 +153,30 @@ def test_llama3_frequencies(factor, low, high, context):
     }
     expected, _ = transformers_frequencies("llama3", 128, rope_theta=5e5, **settings)
     torch.testing.assert_close(llama3_frequencies(128, 5e5, factor, low, high, context), expected, rtol=1e-6, atol=0)
+
+
+def extended(kind: str, **parameters: object) -> LlamaConfig:
+    heads = {"hidden_size": 96, "num_attention_heads": 2, "head_dim": 48, "max_position_embeddings": 512}
+    return LlamaConfig(**heads, rope_parameters={"rope_type": kind, "rope_theta": 1e4, **parameters})
+
+
+@pytest.mark.parametrize("context", [100, 512, 513, 4000])
+def test_dynamic_frequencies(context):
+    expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](extended("dynamic", factor=3.0), torch.device("cpu"), seq_len=context)
+    torch.testing.assert_close(dynamic_frequencies(48, 1e4, 3.0, 512, context), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("factor", [None, 2.0])
+def test_longrope_frequencies(factor):
+    factors = {"short": [1 + i / 24 for i in range(24)], "long": [1 + i for i in range(24)]}
+    given = {f"{kind}_factor": each for kind, each in factors.items()} | {"original_max_position_embeddings": 128}
+    config = extended("longrope", **given, **({} if factor is None else {"factor": factor}))
+    for kind, context in (("short", 128), ("long", 129)):
+        expected, mscale = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=context)
+        torch.testing.assert_close(divided_frequencies(48, 1e4, factors[kind]), expected, rtol=1e-6, atol=0)
+        assert longrope_mscale(factor or 4.0, 128) == pytest.approx(mscale)
+    with pytest.raises(InputError, match="23 factors divide 24 frequencies"):
+        divided_frequencies(48, 1e4, factors["long"][1:])
 
 
 GPT_OSS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}

@@ -5,6 +5,7 @@ the fastest first. They are computed as transformers computes them, so that the 
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +23,26 @@ def rope_frequencies(width: int, theta: float) -> Tensor:
 def linear_frequencies(width: int, theta: float, factor: float) -> Tensor:
     """Divide every frequency by `factor`."""
     return rope_frequencies(width, theta) / factor
+
+
+def dynamic_frequencies(width: int, theta: float, factor: float, trained_context: int, context: int) -> Tensor:
+    """Raise theta so far that a context beyond the trained one is covered (NTK); within it, return the default frequencies."""
+    if width < 4:
+        raise InputError(f"dynamic RoPE needs at least 4 rotated channels; there are {width}.")
+    stretch = factor * max(context, trained_context) / trained_context - (factor - 1)
+    return rope_frequencies(width, theta * stretch ** (width / (width - 2)))
+
+
+def divided_frequencies(width: int, theta: float, factors: Sequence[float]) -> Tensor:
+    """Divide each frequency by its factor (LongRoPE)."""
+    if len(factors) != width // 2:
+        raise InputError(f"{len(factors)} factors divide {width // 2} frequencies; one each is needed.")
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * _periods(width, theta))
+
+
+def longrope_mscale(factor: float, original_context: int) -> float:
+    """Return the factor of cosine and sine of a model that LongRoPE extended `factor` times."""
+    return 1.0 if factor <= 1 or original_context < 2 else math.sqrt(1 + math.log(factor) / math.log(original_context))
 
 
 def llama3_frequencies(

@@ -243,6 +243,8 @@ def convert(
                 )
             shards.close()
             written = mlx_config(checkpoint.config, weights.formats)
+            if weights.has_untied_head:
+                written["tie_word_embeddings"] = False
             (folder / "config.json").write_text(json.dumps(written, indent=4))
             copy_others(checkpoint.path, folder)
             add(folder)

@@ -12,6 +12,12 @@ from auraflux.quant import QTensor, quantize
 from auraflux.quant.gguf_blocks import REQUANTIZED_BITS, requantized_group
 
 CHUNK = 1 << 16  # weights
+SMALLER_GROUPS = 64, 32
+
+
+def fitting_group(width: int, group: int) -> int | None:
+    """Return the group, or the next smaller one that divides a width; None if none does."""
+    return next((each for each in (group, *SMALLER_GROUPS) if each <= group and width % each == 0), None)
 
 
 def quantize_large(weight: Tensor | QTensor, bits: int, group: int) -> QTensor:

@@ -194,7 +194,10 @@ class Folder:
     def _format(self, name: str) -> tuple[int, int, str]:
         """Return bits, group and mode of a weight quantized by mlx-lm."""
         module = name.removesuffix(".weight")
-        entry: _MLXFormat = {**self.quantization, **self._module_formats.get(module, {})}
+        entry: _MLXFormat = {**self.quantization}
+        if own := self._module_formats.get(module):
+            # mlx-lm writes routers as {"group_size": 64, "bits": 8}, which is affine whatever the other weights are
+            entry = {**entry, "mode": "affine", **own}
         try:
             return entry["bits"], entry["group_size"], entry.get("mode", "affine")
         except KeyError as err:

@@ -97,7 +97,7 @@ def _check_rotary_width(meta: GGUFMetadata, config: dict[str, Any]) -> None:
 
 def _scaling(meta: GGUFMetadata, config: dict[str, Any], frequencies: NDArray[np.float32] | None) -> dict[str, Any] | None:
     if frequencies is not None:
-        return _llama3(config, torch.from_numpy(frequencies.astype(np.float32)))
+        return _divided(meta, config, torch.from_numpy(frequencies.astype(np.float32)))
     kind = meta.get("rope.scaling.type", NAME, "none")
     if kind == "none":
         return None
@@ -117,13 +117,19 @@ def _scaling(meta: GGUFMetadata, config: dict[str, Any], frequencies: NDArray[np
     return scaling
 
 
-def _llama3(config: dict[str, Any], factors: torch.Tensor) -> dict[str, Any] | None:
-    """Return the Llama 3 scaling that produces the factors in the file; raise FormatError if none does."""
-    factor = float(factors.max())
-    if factor == 1.0 and float(factors.min()) == 1.0:
+def _divided(meta: GGUFMetadata, config: dict[str, Any], factors: torch.Tensor) -> dict[str, Any] | None:
+    """Return the scaling that divides frequencies by the file's factors: Llama 3's where that gives them, else themselves."""
+    width, theta = meta.rotated(config["head_dim"]), config["rope_theta"]
+    if tuple(factors.shape) != (width // 2,) or not bool((factors > 0).all() and torch.isfinite(factors).all()):
+        raise FormatError(f"{FREQUENCIES} in the GGUF file must have {width // 2} positive factors, one per frequency.")
+    if bool((factors == 1).all()):
         return None
-    width, theta = config["head_dim"], config["rope_theta"]
+    factor = float(factors.max())
     wanted = rope_frequencies(width, theta) / llama3_frequencies(width, theta, factor, *LLAMA3.values())
-    if factors.shape != wanted.shape or not torch.allclose(factors, wanted, rtol=1e-4):
-        raise FormatError(f"{FREQUENCIES} in the GGUF file does not match Llama 3's frequency factors.")
-    return {"rope_type": "llama3", "factor": factor, **LLAMA3}
+    if torch.allclose(factors, wanted, rtol=1e-4):
+        return {"rope_type": "llama3", "factor": factor, **LLAMA3}
+    if (kind := meta.get("rope.scaling.type", NAME, "none")) != "none":
+        raise FormatError(f"the GGUF file has {FREQUENCIES} and rope scaling {kind!r}; only one of them is supported.")
+    listed = factors.tolist()
+    trained = {"attention_factor": 1.0, "original_max_position_embeddings": config["max_position_embeddings"]}
+    return {"rope_type": "longrope", "short_factor": listed, "long_factor": listed, **trained}

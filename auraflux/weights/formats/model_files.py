@@ -11,7 +11,7 @@ MAGIC = b"GGUF"
 LFS_POINTER = b"version https://git-lfs"
 WEB_PAGES = (b"<!doctype", b"<html")
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OLD_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.onnx", "*.npz")
 
 
@@ -58,11 +58,16 @@ def read_config(folder: Path) -> ConfigFile:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder: those of its index, or all."""
-    index = folder / INDEX
+    """Return the weight files of a folder: those of its index, or all.
+
+    An index that does not name the model.safetensors beside it is out of date.
+    """
+    index, single = folder / INDEX, folder / SINGLE
     files = sorted(folder.glob("*.safetensors"))
     if index.exists():
         wanted = sorted(set(read_index(index, folder).values()))
+        if single.exists() and SINGLE not in wanted:
+            return [single]
         missing = [name for name in wanted if not (folder / name).exists()]
         if missing:
             raise FormatError(f"{named(index)} lists files that do not exist: {listed(missing)}.")

@@ -13,6 +13,7 @@ from torch import Tensor
 from auraflux.errors import SettingsError
 from auraflux.quant import QTensor
 from auraflux.quant.packing import CHUNK
+from auraflux.weights.convert.quantize_large import fitting_group
 from auraflux.weights.formats.stored import Stored
 
 TILES = (64, 32, 16, 8, 4, 2, 1)  # columns per tile of unquantized matrices
@@ -64,7 +65,7 @@ class Slices:
         rounded  group size in which the matrix is quantized while it is loaded, or None
         """
         width = found.shape[-1]
-        if isinstance(found, QTensor) or (rounded is not None and width % rounded == 0):
+        if isinstance(found, QTensor) or (rounded is not None and fitting_group(width, rounded)):
             return group_of(found, rounded)
         fit = [tile for tile in TILES if width % tile == 0 and width // tile >= self.size]
         return next((tile for tile in fit if tile >= MIN_TILE and self.even(width, tile)), fit[0] if fit else 1)
@@ -89,7 +90,7 @@ def group_of(found: Stored, rounded: int | None) -> int:
     """Return the number of columns that share a scale; 1 without scales."""
     if isinstance(found, QTensor):
         return max(found.group, CHUNK)
-    return rounded if rounded is not None and found.shape[-1] % rounded == 0 else 1
+    return 1 if rounded is None else fitting_group(found.shape[-1], rounded) or 1
 
 
 def cut(found: Stored, rows: range | None, columns: range | None) -> Stored:

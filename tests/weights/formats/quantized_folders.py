@@ -95,10 +95,11 @@ def packed(made: Codes, symmetric: bool) -> dict[str, Tensor]:
 
 def int8(made: Codes, symmetric: bool) -> dict[str, Tensor]:
     """Return the tensors of compressed-tensors' int-quantized format."""
-    signed = torch.from_numpy((made.codes.astype(np.int16) - 128).astype(np.int8))
+    half = 2 ** (made.bits - 1)
+    signed = torch.from_numpy((made.codes.astype(np.int16) - half).astype(np.int8))
     found = {"weight": signed, "weight_scale": made.scales}
     if not symmetric:
-        found["weight_zero_point"] = torch.from_numpy((made.zeros - 128).astype(np.int8))
+        found["weight_zero_point"] = torch.from_numpy((made.zeros - half).astype(np.int8))
     return found
 
 
@@ -248,10 +249,10 @@ def ct_folder(bits: int, group: int, symmetric: bool, dtype: torch.dtype = BF16,
     return ct_config(bits, group, symmetric), maker(lay_out, **options)
 
 
-def int8_folder(group: int, symmetric: bool):
+def int8_folder(group: int, symmetric: bool, bits: int = 8):
     more = {"input_activations": {"num_bits": 8, "type": "int", "dynamic": True}}
-    config = ct_config(8, group, symmetric, "int-quantized", **more)
-    return config, maker(partial(int8, symmetric=symmetric), bits=8, group=group, symmetric=symmetric, dtype=BF16)
+    config = ct_config(bits, group, symmetric, "int-quantized", **more)
+    return config, maker(partial(int8, symmetric=symmetric), bits=bits, group=group, symmetric=symmetric, dtype=BF16)
 
 
 FOLDERS = {
@@ -280,6 +281,8 @@ FOLDERS = {
     "ct-act-order": ct_folder(4, 32, False, shuffled=True),
     "ct-int8": int8_folder(-1, True),
     "ct-int8-zeros": int8_folder(64, False),
+    "ct-w4a8": int8_folder(64, True, 4),
+    "ct-w4a8-zeros": int8_folder(32, False, 4),
     "fp8": fp8_folder((128, 128), weight_block_size=[128, 128]),
     "fp8-bf16-scales": fp8_folder((64, 32), BF16, weight_block_size=[64, 32]),
     "fp8-powers": fp8_folder((128, 128), E8M0, weight_block_size=[128, 128]),

@@ -6,6 +6,7 @@ import torch
 
 from auraflux.errors import FormatError
 from auraflux.models.gemma3_text import Config as Gemma3
+from auraflux.models.llama import Config as Llama
 from auraflux.ops import llama3_frequencies, rope_frequencies
 from auraflux.ops.simd.isa import ISA
 from auraflux.quant import QTensor
@@ -252,9 +253,19 @@ def test_unsupported_files_are_refused(tmp_path, options, message: str):
         open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, **options))
 
 
-def test_unknown_frequency_factors_are_refused(tmp_path):
-    tensors = llama_tensors() | {"rope_freqs.weight": np.linspace(1, 3, WIDTH // 2, dtype=np.float32)}
-    with pytest.raises(FormatError, match=r"rope_freqs\.weight in the GGUF file does not match Llama 3"):
+def test_frequencies_are_divided_by_the_factors_of_the_file(tmp_path):
+    factors = np.linspace(1, 3, WIDTH // 2, dtype=np.float32)
+    found = open_checkpoint(write_gguf(tmp_path / "m.gguf", llama_tensors() | {"rope_freqs.weight": factors})).config
+    for context in (8, 1 << 20):
+        rotation = Llama.from_hf(found).rotation.at(context)
+        torch.testing.assert_close(rotation.frequencies, rope_frequencies(WIDTH, 10000.0) / torch.from_numpy(factors))
+        assert rotation.mscale == 1
+
+
+@pytest.mark.parametrize("factors", [np.ones(WIDTH // 2 - 1), np.zeros(WIDTH // 2), np.full(WIDTH // 2, np.nan)])
+def test_invalid_frequency_factors_are_refused(tmp_path, factors: np.ndarray):
+    tensors = llama_tensors() | {"rope_freqs.weight": factors.astype(np.float32)}
+    with pytest.raises(FormatError, match=rf"must have {WIDTH // 2} positive factors"):
         open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors))
 
 

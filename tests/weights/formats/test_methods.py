@@ -101,6 +101,7 @@ def test_weights_are_bit_exact(kind: str, llama: Path, tmp_path: Path):
         ("ct-4", 64, BF16),
         ("ct-4-zeros", 32, torch.float32),
         ("ct-int8", 64, BF16),
+        ("ct-w4a8", 64, BF16),
         ("fp8", 64, torch.float32),
         ("ct-fp8-rows", 64, torch.float32),
         ("nvfp4", 16, torch.float32),

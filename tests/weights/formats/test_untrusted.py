@@ -182,6 +182,13 @@ def test_index_may_only_name_files_in_its_folder(name: Any, model: Path):
         open_checkpoint(model).sizes()
 
 
+def test_an_index_that_does_not_name_the_single_file_is_out_of_date(model: Path):
+    """Check that model.safetensors is read alone then, as transformers does."""
+    expected = open_checkpoint(model).sizes()
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "gone.safetensors"}}))
+    assert open_checkpoint(model).sizes() == expected
+
+
 def test_json_has_limits(tmp_path: Path):
     path = tmp_path / "x.json"
     path.write_text("{" + '"a":{' * 40 + "}" * 41)

@@ -147,6 +147,16 @@ def _super_rows(args, job, jobs):
                 out[i] = levels[_code(codes, i, bits, lanes, places, pieces)] * scale + bias
 
 
+@Kernel
+def _dense_rows(args, job, jobs):
+    ids, long, table, nbytes, count, target = arguments(args, 6)
+    for place in share(count, job, jobs):
+        row, _ = _place_of(ids, long, place, 1)
+        source, out = octets(table + row * nbytes, nbytes), octets(target + place * nbytes, nbytes)
+        for i in range(nbytes):
+            out[i] = source[i]
+
+
 def _steps_of(form: SuperBlock) -> int:
     if not form.has_biases:
         return STEPS
@@ -154,13 +164,15 @@ def _steps_of(form: SuperBlock) -> int:
 
 
 def embed(ids: Tensor, table: Weight) -> Tensor:
-    if not isinstance(table, QTensor):
-        return table.index_select(0, ids.view(-1)).view(*ids.shape, table.shape[1])
     count, width = ids.numel(), table.shape[1]
+    jobs, given = threads() if count * width >= PARALLEL_FROM else 1, (ids.data_ptr(), ids.dtype is torch.int64)
+    if not isinstance(table, QTensor):
+        rows = table.new_empty(*ids.shape, width)
+        _dense_rows(jobs, *given, table.data_ptr(), width * table.itemsize, count, rows.data_ptr())
+        return rows
     out = torch.empty(*ids.shape, width)
     found, places = table.super_block, _places(table.bits, table.lanes > 1)
     sizes = table.bits, table.group, table.lanes, width, places.data_ptr(), places.shape[1], count, out.data_ptr()
-    jobs, given = threads() if count * width >= PARALLEL_FROM else 1, (ids.data_ptr(), ids.dtype is torch.int64)
     if found is None:
         _rows(jobs, *given, *table.addresses, LEVELS[table.kind, table.bits].data_ptr(), SCALES[table.scales.dtype], *sizes)
     else:

@@ -31,10 +31,12 @@ from auraflux.ops.simd.jit import (
     Kernel,
     arguments,
     floats,
+    halves,
     int64s,
     octets,
     real,
 )
+from auraflux.ops.simd.math import float_of_bits
 from auraflux.ops.simd.threads import launch_jobs, thread_pool, threads
 
 FIELDS = 3  # words per launch: address of the code, address of its arguments, jobs
@@ -76,6 +78,15 @@ def _copy_rows(args, job, jobs):
         x, out = floats(source + 4 * row * stride, width), floats(target + 4 * row * width, width)
         for i in range(width):
             out[i] = x[i]
+
+
+@Kernel
+def _widen(args, job, jobs):
+    """Convert bfloat16 to float32."""
+    source, target, count = arguments(args, 3)
+    x, out = halves(source, count), floats(target, count)
+    for i in range(count):
+        out[i] = float_of_bits(np.uint32(x[i]) << np.uint32(16))
 
 
 @Kernel
@@ -170,6 +181,9 @@ class Recording:
         elif name == "mul" and isinstance(args[1], float) and _same_layout(args[0], out):
             self.retain_new(out)
             self._launch(_scale, args[0].data_ptr(), _bits(args[1]), out.data_ptr(), out.numel())
+        elif name == "_to_copy" and _widens(args[0], out):
+            self.retain_new(out)
+            self._launch(_widen, args[0].data_ptr(), out.data_ptr(), out.numel())
         elif name == "add_" and not kwargs and _adds_rows(*args[:2]):
             self._retained.append(args[1])
             rows = args[0].numel() // args[1].numel()
@@ -195,6 +209,10 @@ def _same_layout(x: Any, y: Any) -> bool:
     if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x.dtype == y.dtype == torch.float32):
         return False
     return x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous()
+
+
+def _widens(x: Tensor, y: Tensor) -> bool:
+    return (x.dtype, y.dtype) == (torch.bfloat16, torch.float32) and x.is_contiguous() and y.is_contiguous()
 
 
 def _adds_rows(x: Any, y: Any) -> bool:

@@ -1,7 +1,7 @@
 """compressed-tensors: integers packed at 2 to 8 bits or as int8, FP8 (see `fp8`), MXFP4 and NVFP4 (see `nvfp4`).
 
 weight_packed      int32 [N, K*bits/32]  codes plus half their range, bit-packed along the inputs
-weight             int8 [N, K]           instead, in the format "int-quantized"
+weight             int8 [N, K]           instead, in the format "int-quantized", of 4 or 8 bits
 weight_scale       [N, K/G], [N, 1] or [1]
 weight_zero_point  with packed codes int32 [N*bits/32, K/G], packed along the outputs; else int8 like the scales
 weight_shape       [2]                   N and K
@@ -85,7 +85,14 @@ class CompressedTensors:
             if "weight_zero_point" in headers:
                 raise FormatError("its weight_zero_point is not valid for four-bit floats.")
             return nvfp4.plan(headers, NAMES) if NAMES.factor in headers else _plan_mxfp4(headers)
-        shape, bits = self._packed(headers, read) if "weight_packed" in headers else (part(headers, "weight", ("I8",)), 8)
+        shape, bits = (
+            self._packed(headers, read)
+            if "weight_packed" in headers
+            else (
+                part(headers, "weight", ("I8",)),
+                self._int8_bits,
+            )
+        )
         (rows, width), scales = shape, headers.get("weight_scale", Header((), ""))
         check_width(width)
         groups = 1 if len(scales.shape) < 2 else scales.shape[1]
@@ -111,6 +118,14 @@ class CompressedTensors:
         expect(headers, "weight_shape", INTEGERS, (2,))
         shape = tuple(map(int, read("weight_shape")))
         return shape, self._bits(shape, rows, words)
+
+    @property
+    def _int8_bits(self) -> int:
+        """Bits of the codes of int8 weights; W4A8 stores four-bit codes so.
+
+        Four bits of 8 loaded as 8 bits would cost accuracy: products of codes plus 128 would cancel.
+        """
+        return 4 if max(self.bits) <= 4 else 8
 
     def _bits(self, shape: tuple[int, ...], rows: int, words: int) -> int:
         if shape[0] == rows and shape[1] > 0:
@@ -142,9 +157,8 @@ class CompressedTensors:
             packed, shape = parts["weight_packed"], tuple(map(int, parts["weight_shape"]))
             bits = self._bits(shape, *packed.shape)
         else:
-            codes, shape, bits = parts["weight"], tuple(parts["weight"].shape), 8
-            unsigned = codes.view(torch.uint8) ^ 128
-            packed = torch.nn.functional.pad(unsigned, (0, -shape[1] % 4)).view(torch.int32)
+            shape, bits = tuple(parts["weight"].shape), self._int8_bits
+            packed = _pack_int8(parts["weight"], bits)
         rows, width = shape
         scales = scales.view(1, 1).expand(rows, 1) if scales.numel() == 1 else scales
         groups = scales.shape[1]
@@ -156,6 +170,18 @@ class CompressedTensors:
 
     def notes(self) -> list[str]:
         return ["config.json quantizes activations, which is not supported: they stay unquantized."] if self.activations else []
+
+
+def _pack_int8(codes: Tensor, bits: int) -> Tensor:
+    """Pack signed codes [N, K] at 4 or 8 bits into 32-bit words, plus half their range."""
+    if bits == 8:
+        unsigned = codes.view(torch.uint8) ^ 128
+        return torch.nn.functional.pad(unsigned, (0, -codes.shape[1] % 4)).view(torch.int32)
+    least, most = int(codes.min()), int(codes.max())
+    if least < -8 or most > 7:
+        raise FormatError(f"its weight has codes from {least} to {most}; four bits hold -8 to 7.")
+    nibbles = torch.nn.functional.pad((codes + 8).view(torch.uint8), (0, -codes.shape[1] % 8))
+    return (nibbles[:, ::2] | nibbles[:, 1::2] << 4).contiguous().view(torch.int32)
 
 
 def _plan_mxfp4(headers: Mapping[str, Header]) -> StoredFormat:
