@@ -43,7 +43,7 @@ def test_old_spellings_of_options_are_accepted(monkeypatch):
         return []
 
     monkeypatch.setattr("auraflux.bench.distributed.ranks.bench_ranks", measured)
-    words = ["bench", "ranks", "MODEL", "--way", "pipeline=2", "--wire=wifi", "--texts", "2", "--json"]
+    words = ["bench", "ranks", str(tiny()), "--way", "pipeline=2", "--wire=wifi", "--texts", "2", "--json"]
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 0, done.output
     assert seen == {"layouts": [("pipeline=2", "wifi")], "sequences": 2}

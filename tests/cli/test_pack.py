@@ -77,13 +77,15 @@ def test_failures_are_one_sentence(model: Path, tmp_path):
         ([dense, tmp_path / "x"], "has no experts, so there is nothing to pack"),
         ([model, tmp_path / "packed"], "already exists. Use --force to replace it"),
         ([tmp_path / "packed", tmp_path / "packed", "--force"], "is the source model"),
-        ([model, tmp_path / "x", "--quantize", 7], "7 bits in groups of 64 is not a format"),
     ):
         done = call("pack", *words)
         assert done.exit_code == 1
         assert message in done.stderr
         assert done.stderr.startswith("error: ")
         assert done.stderr.count("\n") == 1
+    done = call("pack", model, tmp_path / "x", "--quantize", 7)
+    assert done.exit_code == 2
+    assert "'7' is not one of 2, 3, 4, 5, 6, 8 bits per weight" in done.stderr
     assert not (tmp_path / "x").exists()
 
 

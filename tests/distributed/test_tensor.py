@@ -40,6 +40,7 @@ from tests.models.test_qwen3_moe import olmoe, qwen2_moe, qwen3_moe
 from tests.models.test_qwen4_exp import qwen4
 
 ROUNDING = 1e-6  # of another order of summation
+BF16_ROUNDING = 1e-4  # of a few keys and values that another order rounds to the next bf16 number
 FOUR: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
 DELTA: dict[str, Any] = {"linear_num_key_heads": 3, "linear_num_value_heads": 6}
 FAMILIES: dict[str, Callable[[], Any]] = {
@@ -82,7 +83,12 @@ def check(path: Path, ids: list[int], size: int, bound: float, **options: Any) -
 
 @pytest.mark.parametrize("kv", ["none", "k4v4"])
 def test_heads_of_two_ranks(kv: str):
-    check(*saved("llama"), 2, ROUNDING, kv=kv, exact=True)
+    check(*saved("llama"), 2, bound_of(kv), kv=kv, exact=True)
+
+
+def bound_of(kv: str) -> float:
+    """Return the error bound: the most recent tokens of a quantized KV cache are rounded to bf16."""
+    return ROUNDING if kv == "none" else BF16_ROUNDING
 
 
 @pytest.mark.slow
@@ -90,7 +96,7 @@ def test_heads_of_two_ranks(kv: str):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name: str, size: int, kv: str):
-    check(*saved(name), size, ROUNDING, kv=kv, exact=True)
+    check(*saved(name), size, bound_of(kv), kv=kv, exact=True)
 
 
 @pytest.mark.slow

@@ -127,9 +127,9 @@ def test_grammars_need_end_tokens():
         GrammarCompiler(TOY, WIDTH, ())
 
 
-def test_a_missing_llguidance_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_llguidance_names_the_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    with pytest.raises(InputError, match=r"auraflux\[serve\]"):
+    with pytest.raises(InputError, match="pip install llguidance"):
         llguidance_limits.guidance()
 
 

@@ -23,7 +23,7 @@ SHAPES = {
 def test_cache_bytes_match_a_full_cache(kind: str, kv: str):
     context = 1000
     shapes = [SHAPES[kind], SHAPES["full"]]
-    cache = Cache(shapes, CacheSettings(kv=kv), context=context)
+    cache = Cache(shapes, CacheSettings(kv=kv).for_device("cpu"), context=context)
     batch = cache.batch([cache.open()])
     for _ in range(2):
         batch.extend([context // 2])

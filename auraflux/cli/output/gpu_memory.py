@@ -1,4 +1,4 @@
-"""What of a model fits into a GPU: the table of `auraflux inspect` and `auraflux plan`."""
+"""The parts of a model that fit into a GPU: the table of `auraflux inspect` and `auraflux plan`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

@@ -14,7 +14,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from auraflux.ops._cases import Args, Case, in_row_layout
+from auraflux.ops._cases import Case, in_row_layout
 from auraflux.ops._dispatch import Declined, exact, invariant
 from auraflux.ops.fake_gpu import AMPERE, HOPPER, Capability, fake_capability, use_fake_gpu
 from auraflux.ops.fake_tensor import FakeTensors
@@ -145,23 +145,21 @@ def capture_variants() -> Iterator[list[KernelVariant]]:
 
 
 def variants_of(case: Case, gpus: Sequence[Capability] = GPUS) -> tuple[list[KernelVariant], list[KernelVariant]]:
-    """Return the variants that a case launches on some GPUs; then those inside `invariant`.
-
-    The arguments are arranged for the first of the GPUs.
-    """
+    """Return the variants that a case launches on some GPUs; then those inside `invariant`."""
     kernel = case.op.kernel("cuda")
     if kernel is None:
         return [], []
     with capture_variants() as variants:
-        with use_fake_gpu(gpus[0]):
-            args = in_row_layout(case.args())
-        _call(kernel, case, args, gpus)
+        _call(kernel, case, gpus)
     with capture_variants() as invariants, invariant():
-        _call(kernel, case, args, gpus)
+        _call(kernel, case, gpus)
     return variants, invariants
 
 
-def _call(kernel: Any, case: Case, args: Args, gpus: Sequence[Capability]) -> None:
+def _call(kernel: Any, case: Case, gpus: Sequence[Capability]) -> None:
     for capability in gpus:
-        with use_fake_gpu(capability), exact(case.exact), suppress(Declined):
-            kernel(**args)
+        with use_fake_gpu(capability):
+            # pages of codes are arranged for the GPU
+            args = in_row_layout(case.args())
+            with exact(case.exact), suppress(Declined):
+                kernel(**args)

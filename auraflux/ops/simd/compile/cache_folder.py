@@ -1,4 +1,4 @@
-"""Where compiled CPU kernels are found: the JIT cache folder, named after a digest of their sources, and prebuilt kernels.
+"""The places of compiled CPU kernels: the JIT cache folder, named after a digest of their sources, and prebuilt kernels.
 
 Numba's own cache checks only the file of the compiled function, and would run stale code after a change in a module that the
 function calls.
