@@ -23,6 +23,8 @@ MAY_SPILL = (
     {"latent_code_rows", "CONFIG.full.recent_window=32"},  # 16 bytes, with which it is as fast as measured
     # latents of 128 heads: 496 bytes. Only GPUs before Hopper launch it; Hopper has `latent_rows`
     {"attend_pages", "SHAPE.group=128", "TILE.width=512"},
+    # 72 bytes on an A100; pages on Hopper are arranged in pairs
+    {"dequantize_pages", "CONFIG.shape.pairs=False"},
 )
 MAY_DIVERGE = (
     {"decode_columns", "SHAPE.sequences=8"},  # six shuffles by which a program finds its sequence, once, before it attends
