@@ -60,7 +60,7 @@ def read_config(folder: Path) -> ConfigFile:
 def safetensors_files(folder: Path) -> list[Path]:
     """Return the weight files of a folder: those of its index, or all.
 
-    An index that does not name the model.safetensors beside it is out of date.
+    An index that does not name the model.safetensors next to it is out of date.
     """
     index, single = folder / INDEX, folder / SINGLE
     files = sorted(folder.glob("*.safetensors"))
