@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -74,11 +75,13 @@ def running(
     with ExitStack() as stack:
         stack.callback(ours.close)
         stack.enter_context(short_idle_time())
-        process = ModelProcess(model, ours, facts_of(model, NAME))
+        # a large tokenizer fills the pipe until the HTTP server reads it
+        made = stack.enter_context(ThreadPoolExecutor(1)).submit(ModelProcess, model, ours, facts_of(model, NAME))
+        stack.callback(lambda: steps.join())
+        url = stack.enter_context(http_server(theirs, settings or HttpSettings(grace_s=0.5), buffer_nbytes))
+        process = made.result()
         steps = threading.Thread(target=process.run)
         steps.start()
-        stack.callback(steps.join)
-        url = stack.enter_context(http_server(theirs, settings or HttpSettings(grace_s=0.5), buffer_nbytes))
         stack.callback(process.stop)
         wait_until(lambda: is_ready(url))
         yield Served(url, model, process)
