@@ -57,7 +57,7 @@ class Rotation:
     def at(self, context: int) -> "Rotation":
         """Return the rotation for a KV cache of so many tokens per sequence.
 
-        All tokens of a cache rotate alike, so that results do not depend on prefill chunks.
+        All tokens of a cache rotate by the same frequencies, so that results do not depend on prefill chunks.
         """
         if self.by_context is None:
             return self
