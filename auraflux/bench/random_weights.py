@@ -40,6 +40,8 @@ THERE = re.compile(r"(switch_mlp|switch_glu|experts)\.(gate|up)_proj\.weight$")
 FEW_ROWS = 1 << 12  # stand for a table that stays on disk
 GROUP = 64  # weights that share a scale
 SPREAD = 0.1  # standard deviation of vectors other than norms
+OUTPUTS = re.compile(r"(o_proj|out_proj|down_proj)\.weight$")  # what layers add to the residual stream
+SMALL = 1 / 64  # factor of these, so that a token's embedding decides its experts in every layer
 
 
 class RandomRows:
@@ -69,8 +71,9 @@ class Nothing:
 class RandomWeights(Weights):
     """Random weights of any name and shape: matrices as codes of `bits` bits, or dense where that is None.
 
-    skew  standard deviation of the logarithm of experts' router weights: 0 routes tokens evenly, 1 to a few experts; None for
-          embeddings of the usual size, next to which attention chooses the same experts for all tokens
+    skew  standard deviation of the logarithm of experts' router weights: 0 routes tokens evenly, 1 to a few experts, and each
+          token by its embedding; None for weights of the usual size, where the context chooses nearly the same experts for
+          all tokens
     """
 
     def __init__(
@@ -103,6 +106,8 @@ class RandomWeights(Weights):
             return found
         if "embed_tokens" in name:
             return _scaled(found, found.shape[-1] ** 0.5)
+        if OUTPUTS.search(name):
+            return _scaled(found, SMALL)
         if ROUTERS.search(name) and isinstance(found, Tensor):
             factors = torch.exp(self.skew * self._normal([found.shape[0], 1]))
             return (factors * found.float()).to(found.dtype)
@@ -246,7 +251,7 @@ def random_language(
         graphs = graphs and (pool is None or pool.pinned or pool.resident)
         engine = Engine(model, shapes, settings, **sizes, exact=exact, invariant=invariant, graphs=graphs, device=device)
     if pool is not None:
-        engine.graphs.max_tokens, engine.graphs.before_replay = pool.max_captured_tokens, pool.before_step
+        engine.graphs.max_tokens, engine.graphs.before_step = pool.max_captured_tokens, pool.before_step
     scheduler = Scheduler(engine, None, frozenset(), max_sequences=sequences)
     notes = [] if pool is None else pool.notes
     return LanguageModel(scheduler, Path("random weights"), notes, pool, model_type=config["model_type"])
