@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from auraflux.bench.profile import Cost, profile_step
+from auraflux.bench.routing import TracedRouting
 from auraflux.engine.request import Output, Request
 from auraflux.engine.sampling import Sampling
 from auraflux.errors import ContextError
@@ -74,10 +75,17 @@ class Ours:
     """Our scheduler, with `batch` sequences at once.
 
     experts  whose cache is measured. Tokens are then sampled: greedy tokens of random weights repeat, and so do their experts
+    trace    whose tokens are prefilled and decoded, greedily
     """
 
-    def __init__(self, scheduler: Scheduler, batch: int = 1, experts: GpuExpertPool | None = None):
-        self.experts, self._seed = experts, 0
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        batch: int = 1,
+        experts: GpuExpertPool | None = None,
+        trace: TracedRouting | None = None,
+    ):
+        self.experts, self.trace, self._seed = experts, trace, 0
         self.scheduler, self.engine, self.batch = scheduler, scheduler.engine, batch
         self.name = f"auraflux {self.engine.cache.settings.kv}" + (" exact" if self.engine.runner.exact else "")
         self.name += " invariant" if self.engine.runner.invariant else ""
@@ -90,6 +98,8 @@ class Ours:
         vocab = self.engine.model.config.vocab
         # prompts share nothing: equal tokens would go to the same experts
         prompts = [tuple(ids), *(_prompt(len(ids), vocab, seed) for seed in range(1, self.batch))]
+        if self.trace is not None:
+            prompts = [tuple(self.trace.prompt(len(ids) + sequence)[: len(ids)]) for sequence in range(self.batch)]
         self._jobs = [self.scheduler.submit(Request(prompt, self._sampling()), self._events.append) for prompt in prompts]
         while any(job.kv_sequence is None or job.uncomputed for job in self._jobs):
             self.scheduler.step(decode=False)
@@ -116,7 +126,7 @@ class Ours:
         return found
 
     def _sampling(self) -> Sampling:
-        if self.experts is None:
+        if self.experts is None or self.trace is not None:
             return Sampling(ignore_eos=True)
         self._seed += 1
         return Sampling(ignore_eos=True, temperature=1.0, seed=self._seed)
