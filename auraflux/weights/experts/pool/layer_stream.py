@@ -21,7 +21,7 @@ from auraflux.ops.moe.pool import CLOCK, NEVER_USED
 
 RING_SHARE = 1.5  # slots of the ring at most, as a multiple of a layer's experts
 # slots of the ring beyond the missing experts of a layer: those of the next are copied into them while the layer computes
-SPARE_SLOTS, TOKENS_PER_SPARE_SLOT = 12, 64
+SPARE_SLOTS, TOKENS_PER_SPARE_SLOT = 12, 128
 
 
 @dataclass(eq=False)
