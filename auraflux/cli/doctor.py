@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -58,13 +59,20 @@ class Finding:
 EXAMPLES = (
     "auraflux doctor",
     "auraflux doctor --compile model.gguf",
+    "auraflux doctor --report report.json",
 )
 
 
 @click.command(cls=Command, examples=EXAMPLES)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--compile", "compile_for", metavar="MODEL", help="Compile the CPU kernels of MODEL ahead of time.")
-def doctor(as_json: bool, compile_for: str | None) -> None:
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also check and time a few kernels on each device, and write a JSON file to attach to an issue.",
+)
+def doctor(as_json: bool, compile_for: str | None, report: Path | None) -> None:
     """Show the machine, the packages, and which kernels will run.
 
     The exit code is 1 when a required package is not installed.
@@ -80,12 +88,33 @@ def doctor(as_json: bool, compile_for: str | None) -> None:
         "optional": _optional,
     }
     found = {title: list(look()) for title, look in sections.items()}
-    if as_json:
-        click.echo(json.dumps({title: [asdict(one) for one in findings] for title, findings in found.items()}, indent=2))
+    findings = {title: [asdict(one) for one in some] for title, some in found.items()}
+    if report is not None:
+        _report(findings, report)
+    elif as_json:
+        click.echo(json.dumps(findings, indent=2))
     else:
         _show(found)
     if absent := [one.name for one in found["packages"] if one.state == "missing"]:
         raise Failure(f"required packages are not installed: {', '.join(absent)}. Run pip install {' '.join(absent)}.")
+
+
+def _report(findings: dict[str, Any], target: Path) -> None:
+    """Write the report, and say what it found."""
+    from auraflux.cli.output.machine_report import write_report
+
+    file, found = write_report(findings, target)
+    for device in ("cpu", "gpu"):
+        each = found[device]
+        if each is None:
+            click.echo(f"{device}: not found by torch")
+        elif "results" not in each:
+            click.echo(f"{device}: {each['error']}")
+        else:
+            states = [result["state"] for result in each["results"]]
+            right, wrong = states.count("timed"), states.count("wrong")
+            click.echo(f"{device}: {right} of {len(states)} kernels are right and were timed, {wrong} are wrong")
+    click.echo(f"Wrote {file}. Besides the times it names this machine, its packages and their folders.")
 
 
 def _compile(model: str) -> None:

@@ -1,11 +1,16 @@
 """`auraflux doctor`: its findings, and its advice for missing packages."""
 
 import json
+from importlib import import_module
 
 from click.testing import CliRunner
 
 from auraflux import machine
+from auraflux.bench.gpu.run import gpu_cases
+from auraflux.bench.ops import bench_cases
 from auraflux.cli import main
+from auraflux.cli.output import machine_report
+from auraflux.cli.output.machine_report import CPU_CASES, GPU_CASES, named
 
 
 def diagnose(*words: str) -> dict[str, dict[str, dict]]:
@@ -51,3 +56,41 @@ def test_a_cache_that_cannot_be_written_comes_with_advice(monkeypatch):
     found = diagnose()["kernels"]["compiled kernels"]
     assert found["state"] == "missing"
     assert "AURAFLUX_CACHE" in found["advice"]
+
+
+def test_the_cases_of_a_report_exist(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert len(named(bench_cases(), CPU_CASES)) == len(CPU_CASES)
+    assert len(named(gpu_cases(), GPU_CASES)) == len(GPU_CASES)
+
+
+def test_a_report_holds_the_machine_and_checked_kernels(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine_report, "CPU_CASES", (("rms_norm", "one-row"),))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    done = CliRunner().invoke(main, ["doctor", "--report", str(tmp_path / "report.json")])
+    assert done.exit_code == 0, done.stderr
+    assert "cpu: 1 of 1 kernels are right and were timed, 0 are wrong" in done.stdout
+    assert "gpu: not found by torch" in done.stdout
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert list(found) == ["doctor", "cpu", "gpu"]
+    assert found["cpu"]["results"][0]["op"] == "rms_norm"
+    assert found["gpu"] is None
+
+
+def test_a_gpu_that_fails_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine_report, "CPU_CASES", ())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("PTXAS error")
+
+    monkeypatch.setattr(import_module("auraflux.cli.bench.gpu"), "run_cases", fail)
+    done = CliRunner().invoke(main, ["doctor", "--report", str(tmp_path / "report.json")])
+    assert "gpu: RuntimeError: PTXAS error" in done.stdout
+    assert json.loads((tmp_path / "report.json").read_text())["gpu"] == {"error": "RuntimeError: PTXAS error"}
+
+
+def test_a_report_needs_a_folder(tmp_path):
+    done = CliRunner().invoke(main, ["doctor", "--report", str(tmp_path / "missing" / "report.json")])
+    assert done.exit_code == 1
+    assert "there is no folder" in done.stderr

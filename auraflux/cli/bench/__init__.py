@@ -84,7 +84,7 @@ def bench_ops(
         raise Failure("--routes is for --device cuda.")
     target = place(save, this_machine().slug) if save is not None else None
     load_before = load()
-    results, peak, threads = _run(bench_cases(names, case), peers, seconds or BUDGET_S)
+    results, peak, threads = run_cases(bench_cases(names, case), peers, seconds or BUDGET_S)
     found = document(shlex.join(["auraflux", *sys.argv[1:]]), device, threads, load_before, peak, results)
     if target is not None:
         write(found, target)
@@ -96,7 +96,7 @@ def bench_ops(
         raise Failure(f"kernels that differ from their reference: {', '.join(wrong)}.")
 
 
-def _run(cases: "list[Case]", peers: bool, seconds: float) -> tuple["list[Result]", dict[str, float], int]:
+def run_cases(cases: "list[Case]", peers: bool, seconds: float) -> tuple["list[Result]", dict[str, float], int]:
     """Measure the peak read bandwidth, then the cases, with progress on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn

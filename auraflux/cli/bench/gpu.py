@@ -44,7 +44,7 @@ def bench_gpu(
     gpu = this_gpu()
     target = place(save, gpu.slug) if save is not None else None
     peers_of = without_each if routes else libraries if peers else no_peers
-    results, peaks, stopped = _run(gpu_cases(names, case), peers_of, seconds or BUDGET_S)
+    results, peaks, stopped = run_cases(gpu_cases(names, case), peers_of, seconds or BUDGET_S)
     found = document(shlex.join(["auraflux", *sys.argv[1:]]), gpu, peaks, results)
     if target is not None and stopped is None:
         write(found, target)
@@ -58,7 +58,7 @@ def bench_gpu(
         raise Failure(f"kernels that differ from their reference: {', '.join(wrong)}.")
 
 
-def _run(cases: "list[Case]", peers_of: "PeersOf", seconds: float) -> tuple["list[Result]", "Peaks", BaseException | None]:
+def run_cases(cases: "list[Case]", peers_of: "PeersOf", seconds: float) -> tuple["list[Result]", "Peaks", BaseException | None]:
     """Measure the peaks, the cases and the peaks again, with progress on stderr; return the results so far if interrupted."""
     from rich.console import Console
 
