@@ -260,6 +260,23 @@ class Cache:
         """Drop all step indexes: the ranks that replicated them are gone."""
         self._indexes.clear()
 
+    @property
+    def growth_nbytes(self) -> int:
+        """Bytes that are in use twice while a store grows."""
+        return max((store.nbytes for group in self.page_groups if group.grows for store in group.local_stores), default=0)
+
+    def grow(self, nbytes: int) -> bool:
+        """Add pages of so many bytes to full-attention layers; return whether there are any. Drops all step indexes."""
+        pages = nbytes // self.page_nbytes if self.page_nbytes and self.page_shard is UNSHARDED else 0
+        if pages == 0:
+            return False
+        for group in self.page_groups:
+            if group.grows:
+                group.grow(pages * self.page // group.size)
+        self.tokens += pages * self.page
+        self.clear_indexes()
+        return True
+
     def restore(self, snapshot: Snapshot) -> KVSequence:
         """Open a sequence with the contents of a snapshot."""
         if snapshot.format != self.format:

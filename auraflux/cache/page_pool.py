@@ -32,6 +32,13 @@ class PagePool:
         self._free = [list(range(self.count - ranks + rank, -1, -ranks)) for rank in range(ranks)]
         self._owners = [0] * self.count
 
+    def grow(self, count: int) -> None:
+        """Add pages of a single rank, which are allocated after the others."""
+        assert self.ranks == 1, "pages of several ranks are not added"
+        self._free[0][:0] = range(self.count + count - 1, self.count - 1, -1)
+        self._owners += [0] * count
+        self.count += count
+
     @property
     def free(self) -> int:
         return sum(map(len, self._free))

@@ -61,6 +61,17 @@ class LayerGroup:
         self.page_nbytes += self.stores[-1][0].nbytes
         return self.stores[-1]
 
+    def grow(self, pages: int) -> None:
+        """Add pages. The others keep their numbers; step indexes become invalid, since the padding page moves."""
+        before = self.pool.count
+        self.pool.grow(pages)
+        for store in self.local_stores:
+            larger = reserve(self.pool.count + 1, *store.shape[1:], dtype=store.dtype, device=store.device)
+            larger[:before] = store[:before]
+            # in place: layers refer to the store
+            store.set_(larger)  # type: ignore[call-overload]
+        vars(self).pop("padding_state", None)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all pages in use."""

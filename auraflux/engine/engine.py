@@ -23,6 +23,7 @@ PREFILL_SIZES = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 17
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LENGTH_BUCKETS = (1024, 4096, 16384)  # tokens that a step index covers; powers of two beyond
 # tokens of a mixed batch: few sizes, since each is captured for every number of decoding sequences, and full matmul tiles
+GROWTH = 0.25  # of the KV cache, when it runs out of pages and experts can give up memory
 MIXED_SIZES = (128, 256, 512, 1024)
 MIXED_BUCKETS = LENGTH_BUCKETS[1:]
 MIN_MIXED_CHUNK = 32  # prompt tokens in a mixed batch
@@ -57,7 +58,11 @@ class Engine:
     graphs     replay decode steps, on a GPU also prefill steps, instead of running their Python every time
     ranks      that run the model with this process; None for a single process
     hidden     return the hidden states of all tokens, which MTP drafts from
+
+    `take_memory` takes so many bytes of GPU memory from the expert cache and returns how many it got; None without one.
     """
+
+    take_memory: Callable[[int], int] | None = None
 
     def __init__(
         self,
@@ -94,6 +99,20 @@ class Engine:
             self.compute_logits(self.step(self.cache.batch([sequence]), [[0]]))
         finally:
             sequence.close()
+
+    def grow_cache(self) -> bool:
+        """Enlarge the KV cache at the expense of the expert cache; return whether it has more pages.
+
+        The next step must begin with a new batch.
+        """
+        if self.take_memory is None:
+            return False
+        with device_memory():
+            # graphs refer to the memory of both
+            self.graphs.reset()
+            extra = self.cache.growth_nbytes
+            taken = self.take_memory(self.cache.page_nbytes + int(GROWTH * self.cache.reserved_nbytes) + extra)
+            return self.cache.grow(taken - extra)
 
     def check(self) -> None:
         """Raise if a rank is lost."""

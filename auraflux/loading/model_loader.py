@@ -170,6 +170,7 @@ class ModelLoader:
             )
             if pool is not None:
                 engine.graphs.max_tokens, engine.graphs.before_step = pool.max_captured_tokens, pool.before_step
+                engine.take_memory = pool.give_up
             if engine.batch_invariant:
                 engine.try_token()
         return engine

@@ -376,7 +376,12 @@ class Scheduler:
         self.prefix_cache.clear()
 
     def _preempt(self, err: CacheFull) -> None:
-        """Preempt the youngest sequence: release its pages and requeue it; a single sequence fails instead."""
+        """Enlarge the KV cache if experts can give up memory. Otherwise preempt the youngest sequence: release its pages and
+        requeue it; a single sequence fails instead."""
+        if self.engine.take_memory is not None:
+            self._rewind()
+            if self.engine.grow_cache():
+                return
         if len(self._running) == 1:
             self._fail(list(self._running), err)
             return

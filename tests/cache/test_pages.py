@@ -186,6 +186,22 @@ def test_a_full_pool_changes_nothing_and_says_what_to_do():
     assert toy.add(cache, b, [1] * 12).shape[0] == 12
 
 
+def test_a_full_pool_grows():
+    toy = Toy([FULL, WINDOW])
+    cache = toy.cache(context=40, sequences=2, tokens=24)
+    first, other = [1, 2] * 8, [3, 4, 5] * 6
+    a, b = cache.open(), cache.open()
+    before = toy.add(cache, a, first)
+    assert cache.grow(cache.page_nbytes - 1) is False
+    assert cache.grow(4 * cache.page_nbytes) is True
+    assert cache.tokens == 40
+    # what was stored is still there, and the new pages are usable
+    torch.testing.assert_close(torch.cat([before, toy.add(cache, a, [6])]), toy.fresh([*first, 6], context=40))
+    torch.testing.assert_close(toy.add(cache, b, other), toy.fresh(other, context=40))
+    with pytest.raises(CacheFull):
+        toy.add(cache, b, [1] * 12)
+
+
 def test_a_window_pool_is_small_and_enough():
     toy = Toy([WINDOW])
     cache = toy.cache(context=4096, sequences=2, chunk=8)

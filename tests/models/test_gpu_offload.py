@@ -20,10 +20,10 @@ LAYERS, EXPERT_NBYTES = 6, 2_654_208
 SHAPE = "qwen3-30b-a3b"
 
 
-def made(slots: int, compute: str, sequences: int = 1) -> LanguageModel:
+def made(slots: int, compute: str, sequences: int = 1, cache_nbytes: int | None = None) -> LanguageModel:
     gpu = GpuRequest(40 << 30, True, 1, slots=slots * EXPERT_NBYTES)
     experts = RandomExperts(SkewedRouting(), gpu, compute)
-    options = {"context": 2048, "experts": experts, "sequences": sequences}
+    options = {"context": 2048, "experts": experts, "sequences": sequences, "cache_nbytes": cache_nbytes}
     return random_language(shape_of(SHAPE, LAYERS), CacheSettings("k8v4"), torch.device("cuda"), **options)
 
 
@@ -76,3 +76,24 @@ def test_sequences_that_start_and_end():
     prompts = [torch.randint(0, 150_000, (length,)).tolist() for length in (700, 90, 1300, 20)]
     expected = texts(made(LAYERS * 128, "gpu", 4))
     assert texts(made(LAYERS * 128 // 3, "gpu", 4)) == expected
+
+
+def test_the_kv_cache_grows_at_the_expense_of_experts():
+    """Sequences that outgrow the KV cache take slots from the experts, and give the tokens of a larger cache."""
+    prompts = [torch.randint(0, 150_000, (500,)).tolist() for _ in range(4)]
+
+    def texts(model: LanguageModel) -> list[list[int]]:
+        sampling = Sampling(ignore_eos=True, max_tokens=40)
+        sequences = [model.scheduler.submit(Request(tuple(prompt), sampling)) for prompt in prompts]
+        model.scheduler.wait(lambda: all(sequence.finish_reason for sequence in sequences))
+        return [sequence.generated.tokens for sequence in sequences]
+
+    expected = texts(made(LAYERS * 128, "gpu", 4))
+    model = made(LAYERS * 128 // 2, "gpu", 4, 20 << 20)
+    tokens = model.engine.cache.tokens
+    assert tokens < 4 * 540
+    assert texts(model) == expected
+    assert model.engine.cache.tokens > tokens
+    assert model.scheduler.counts.preemptions == 0
+    assert isinstance(model.experts, GpuExpertPool)
+    assert len(model.experts.pool.memory) < LAYERS * 128 // 2

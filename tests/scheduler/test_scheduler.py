@@ -271,6 +271,18 @@ def test_when_pages_run_out_nothing_is_lost(name: str, kv: str):
     assert nothing_leaks(made)
 
 
+@pytest.mark.usefixtures("order")
+@pytest.mark.parametrize("name", named("llama", "gemma3"))
+def test_when_experts_give_up_memory_no_sequence_loses_its_pages(name: str):
+    made, prompts = scheduler_for(name, tokens=256, context=192, graphs=False), [prompt[:40] for prompt in prompts_of(name)]
+    made.engine.take_memory = lambda nbytes: nbytes
+    found = finish(made, submit(made, prompts, replace(SETTINGS, max_tokens=32)))
+    assert made.counts.preemptions == 0
+    assert made.engine.cache.tokens > 256
+    assert found == [alone(name, "k8v4", tuple(prompt), 32) for prompt in prompts]
+    assert nothing_leaks(made)
+
+
 @pytest.mark.parametrize("order", ["in order", "ahead"], indirect=True)
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize(

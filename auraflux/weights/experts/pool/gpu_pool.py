@@ -206,6 +206,38 @@ class GpuExpertPool:
             pool.uses[slot : slot + here] = 0.0
             slot += here
 
+    def give_up(self, nbytes: int) -> int:
+        """Free GPU memory of the least used experts' slots; return its bytes, 0 if too few slots would be left.
+
+        The experts that stay are copied from host memory again, since there is no room for a second pool.
+        """
+        pool, size = self.pool, self.pool.memory.shape[1]
+        slots = len(pool.memory) - -(-nbytes // size)
+        if self.resident or slots < max(self.plan.k * self.plan.layers, self.plan.experts):
+            return 0
+        self.end_stream()
+        uses, order = pool.uses.sort(descending=True)
+        owners, before = pool.owners[order].tolist()[:slots], len(pool.memory)
+        tables, state, mailbox = (pool.host, pool.offsets, pool.like, pool.activation), pool.state, pool.mailbox
+        # nothing may refer to the memory any more
+        self._pool = self._stream = None
+        del pool
+        memory = torch.empty(slots, size, dtype=torch.uint8, device=self.device)
+        self._pool = replace(ExpertPool.empty(memory, *tables), state=state, mailbox=mailbox)
+        self.pool.uses.copy_(uses[:slots])
+        for slot, owner in enumerate(owners):
+            if owner >= 0:
+                self._place(slot, *divmod(owner, self.plan.experts))
+        self.notes.append(f"experts: the KV cache took GPU memory, {slots} of {before} slots are left for experts.")
+        return (before - slots) * size
+
+    def _place(self, slot: int, layer: int, expert: int) -> None:
+        """Copy an expert into a free slot."""
+        pool = self.pool
+        first, nbytes = self._firsts[layer] + expert * pool.nbytes[layer], pool.nbytes[layer]
+        pool.memory[slot, :nbytes].copy_(pool.host[first : first + nbytes], non_blocking=True)
+        pool.slots[layer, expert], pool.owners[slot] = slot, layer * self.plan.experts + expert
+
     def streams(self, pairs: int) -> bool:
         """Return whether a step of so many (token, expert) pairs uses most experts, or more than there are slots."""
         experts, slots = self.plan.experts, len(self.pool.memory)

@@ -203,3 +203,28 @@ def test_a_prompt_leaves_the_pool_consistent():
     for owner, slot in owned.items():
         first, nbytes = int(pool.offsets.view(-1)[owner]), pool.nbytes[owner // COUNT]
         assert torch.equal(pool.memory[slot, :nbytes].cpu(), pool.host[first : first + nbytes])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_slots_are_given_up_and_the_most_used_experts_stay(device: str):
+    torch.manual_seed(7)
+    layers = [make_layer(512, 256) for _ in range(LAYERS)]
+    store, pooled = pool_of(layers, 26, device)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    hot = torch.tensor([[1, 2, 3, 4]], dtype=torch.int32, device=device)
+    for _ in range(20):
+        pooled[1]._fetched(hot)
+    size = store.pool.memory.shape[1]
+    assert store.give_up(9 * size - 5) == 9 * size
+    assert len(store.pool.memory) == 17
+    assert (store.pool.slots[1, 1:5] >= 0).all()
+    assert "17 of 26 slots are left" in store.notes[-1]
+    # too few slots would be left for a token
+    assert store.give_up(6 * size) == 0
+    for tokens in (1, 5, 80 if device == "cuda" else 3, 1):
+        for mine, layer in zip(pooled, layers, strict=True):
+            given = inputs(tokens, 512, device, dtype)
+            expected = moved(layer, device).forward(given)
+            assert float((mine.forward(given) - expected).norm() / expected.norm()) < 1e-2
+    owned = {int(owner): slot for slot, owner in enumerate(store.pool.owners.tolist()) if owner >= 0}
+    assert owned == {index: slot for index, slot in enumerate(store.pool.slots.view(-1).tolist()) if slot >= 0}
