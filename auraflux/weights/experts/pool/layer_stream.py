@@ -145,6 +145,7 @@ class LayerStream:
                     self._map[layer, expert + number] = slot + number
                     mine.slots.append(slot + number)
                     self._ring_owners[slot + number] = layer * self._count + expert + number
+            self._finish_copies(layer)
             mine.copied = torch.cuda.Event()
             mine.copied.record(self._stream)
 
@@ -162,6 +163,9 @@ class LayerStream:
         pool, nbytes, first = self.pool, self.pool.nbytes[layer], int(self._offsets[layer, expert])
         source = pool.host[first : first + count * nbytes].view(count, nbytes)
         pool.memory[slot : slot + count, :nbytes].copy_(source, non_blocking=True)
+
+    def _finish_copies(self, layer: int) -> None:
+        """Do nothing: all copies of the layer are on the stream."""
 
     def _end(self) -> None:
         """Leave the experts that the ring holds in the pool."""
