@@ -1,8 +1,8 @@
 """The loop of threads that read experts from disk into slots of host memory, as a GPU asks for them.
 
 The first thread polls the mailbox (`DiskMailbox` in `ops/moe/pool.py`). It answers experts that have a slot at once, finds
-slots for the others, and posts a job for each. All threads claim chunks of jobs by incrementing NEXT, which never exceeds END. A job
-is complete when its last chunk is; the thread that read it checks the expert and answers.
+slots for the others, and posts a job for each. All threads claim chunks of jobs by incrementing NEXT, which never exceeds END.
+A job is complete when its last chunk is; the thread that read it checks the expert and answers.
 
 A request is finished when all of its jobs are. So a claim proves that the request is not finished, and that its jobs do not
 change. Slots of a request are kept until the next one: kernels copy from them.
