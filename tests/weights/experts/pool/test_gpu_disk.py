@@ -78,6 +78,15 @@ def replayed(given: MixtureInput, graph: torch.cuda.CUDAGraph) -> MixtureInput:
     return fresh
 
 
+def failure(store: GpuExpertPool) -> str | None:
+    """Return why the last step failed; None if it did not."""
+    try:
+        store.check()
+    except ExpertError as err:
+        return str(err)
+    return None
+
+
 def test_steps_that_read_from_disk_are_replayed_as_a_graph(model):
     files, resident = model
     store, pooled = pool_of(files, 9, 8)
@@ -101,10 +110,8 @@ def test_a_replayed_step_fails_and_the_next_one_works(model):
         if number % 3 == 0:
             path.write_bytes(bytes(COUNT * files.files[1].stride))
         fresh = replayed(given, graph)
-        try:
-            store.check()
-        except ExpertError as err:
-            assert "does not match its checksum" in str(err)
+        if reason := failure(store):
+            assert "does not match its checksum" in reason
             failed += 1
         else:
             for found, theirs in zip(run, resident, strict=True):
@@ -115,13 +122,13 @@ def test_a_replayed_step_fails_and_the_next_one_works(model):
 
 def test_a_failed_read_ends_a_streamed_step(model):
     files, resident = model
-    store, pooled = pool_of(files, 24, 12)
+    _, pooled = pool_of(files, 24, 12)
     path = files.files[1].path
     data = path.read_bytes()
     path.write_bytes(bytes(len(data)))
-    pooled[0].forward(inputs(300))
     with pytest.raises(ExpertError, match="does not match its checksum"):
-        pooled[1].forward(inputs(300))
+        # the experts of the next layer are read ahead
+        pooled[0].forward(inputs(300))
     path.write_bytes(data)
     for tokens in (1, 300, 1):
         for mine, theirs in zip(pooled, resident, strict=True):
@@ -135,10 +142,11 @@ def test_a_kernel_does_not_wait_forever(model):
     given, graph, run = captured(pooled)
     assert store.tier is not None
     store.tier.mailbox.patience.fill_(100)
-    with pytest.raises(ExpertError, match="no answer"):
-        for _ in range(20):
-            replayed(given, graph)
-            store.check()
+    reasons = []
+    for _ in range(20):
+        replayed(given, graph)
+        reasons.append(failure(store))
+    assert any(reason is not None and "no answer" in reason for reason in reasons)
     store.tier.mailbox.patience.fill_(10**11)
     fresh = replayed(given, graph)
     store.check()
