@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from auraflux.bench.profile import Cost, profile_step
+from auraflux.bench.routing import TracedRouting
 from auraflux.engine.request import Output, Request
 from auraflux.engine.sampling import Sampling
 from auraflux.errors import ContextError
@@ -25,16 +26,18 @@ WARM_UP = 8  # tokens that compile kernels and touch the weights for the first t
 
 @dataclass(frozen=True)
 class ExpertTraffic:
-    """Expert cache while tokens are decoded.
+    """Expert cache while tokens are decoded, in the best round.
 
     hit_rate          of all experts that tokens used
-    misses_per_token  experts copied to the GPU for a token, over all layers
-    nbytes_per_token  bytes copied for a token
+    misses_per_token  experts of a token that were not in GPU memory, over all layers
+    nbytes_per_token  bytes copied to the GPU for a token
+    on_cpu_per_token  missing experts that CPU threads computed
     """
 
     hit_rate: float
     misses_per_token: float
     nbytes_per_token: float
+    on_cpu_per_token: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,17 @@ class Ours:
     """Our scheduler, with `batch` sequences at once.
 
     experts  whose cache is measured. Tokens are then sampled: greedy tokens of random weights repeat, and so do their experts
+    trace    whose tokens are prefilled and decoded, greedily
     """
 
-    def __init__(self, scheduler: Scheduler, batch: int = 1, experts: GpuExpertPool | None = None):
-        self.experts, self._seed = experts, 0
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        batch: int = 1,
+        experts: GpuExpertPool | None = None,
+        trace: TracedRouting | None = None,
+    ):
+        self.experts, self.trace, self._seed = experts, trace, 0
         self.scheduler, self.engine, self.batch = scheduler, scheduler.engine, batch
         self.name = f"auraflux {self.engine.cache.settings.kv}" + (" exact" if self.engine.runner.exact else "")
         self.name += " invariant" if self.engine.runner.invariant else ""
@@ -88,6 +98,8 @@ class Ours:
         vocab = self.engine.model.config.vocab
         # prompts share nothing: equal tokens would go to the same experts
         prompts = [tuple(ids), *(_prompt(len(ids), vocab, seed) for seed in range(1, self.batch))]
+        if self.trace is not None:
+            prompts = [tuple(self.trace.prompt(len(ids) + sequence)[: len(ids)]) for sequence in range(self.batch)]
         self._jobs = [self.scheduler.submit(Request(prompt, self._sampling()), self._events.append) for prompt in prompts]
         while any(job.kv_sequence is None or job.uncomputed for job in self._jobs):
             self.scheduler.step(decode=False)
@@ -114,7 +126,7 @@ class Ours:
         return found
 
     def _sampling(self) -> Sampling:
-        if self.experts is None:
+        if self.experts is None or self.trace is not None:
             return Sampling(ignore_eos=True)
         self._seed += 1
         return Sampling(ignore_eos=True, temperature=1.0, seed=self._seed)
@@ -172,31 +184,34 @@ def measure(
         each.decode(WARM_UP)
     for length in lengths:
         ids = list(_prompt(length, vocab))
-        best: dict[str, tuple[float, float]] = {}
-        traffic: dict[str, list[ExpertCacheStats]] = {each.name: [] for each in contenders}
+        rounds: dict[str, list[_Round]] = {each.name: [] for each in contenders}
         for round_ in range(repeat):
             for each in contenders:
                 progress(f"{each.name}: {length} tokens, round {round_ + 1}")
-                prefill_s, before_decode = _seconds(each.prefill, ids), each.expert_stats()
+                prefill_s, before = _seconds(each.prefill, ids), each.expert_stats()
                 decode_s, after = _seconds(each.decode, tokens), each.expert_stats()
-                if before_decode is not None and after is not None:
-                    traffic[each.name].append(after - before_decode)
-                before = best.get(each.name, (prefill_s, decode_s))
-                best[each.name] = min(prefill_s, before[0]), min(decode_s, before[1])
+                copied = None if before is None or after is None else after - before
+                rounds[each.name].append(_Round(prefill_s, decode_s, copied))
         for each in contenders:
-            prefill_s, decode_s = best[each.name]
-            rates = each.batch * length / prefill_s, each.batch * tokens / decode_s
-            copied = _traffic(traffic[each.name], tokens * each.batch)
-            yield Speed(each.name, length, each.batch, *rates, each.cache_nbytes(), copied)
+            prefill_s = min(found.prefill_s for found in rounds[each.name])
+            best = min(rounds[each.name], key=lambda found: found.decode_s)
+            rates = each.batch * length / prefill_s, each.batch * tokens / best.decode_s
+            traffic = None if best.copied is None else _traffic(best.copied, tokens * each.batch)
+            yield Speed(each.name, length, each.batch, *rates, each.cache_nbytes(), traffic)
 
 
-def _traffic(rounds: list[ExpertCacheStats], tokens: int) -> ExpertTraffic | None:
-    """Return the means over all rounds, of so many tokens each."""
-    if not rounds:
-        return None
-    hits, misses, nbytes = (sum(getattr(each, name) for each in rounds) for name in ("hits", "misses", "nbytes"))
-    count = tokens * len(rounds)
-    return ExpertTraffic(hits / max(hits + misses, 1), misses / count, nbytes / count)
+class _Round(NamedTuple):
+    """Times of a round, and what the expert cache did while tokens were decoded."""
+
+    prefill_s: float
+    decode_s: float
+    copied: ExpertCacheStats | None
+
+
+def _traffic(stats: ExpertCacheStats, tokens: int) -> ExpertTraffic:
+    """Return the means of a round of so many tokens."""
+    used = max(stats.hits + stats.misses, 1)
+    return ExpertTraffic(stats.hits / used, stats.misses / tokens, stats.nbytes / tokens, stats.on_cpu / tokens)
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from auraflux.bench.outline_sizes import outline_sizes
+from auraflux.bench.routing import RandomRouting, TracedRouting
 from auraflux.cache import Cache, CacheSettings
 from auraflux.engine import calibration
 from auraflux.engine.calibrate import FEW_TOKENS, calibrate_keys, random_tokens
 from auraflux.engine.device import activation_dtype, chunk_for, device_memory
 from auraflux.engine.engine import Engine
-from auraflux.errors import FormatError
+from auraflux.errors import FormatError, InputError
 from auraflux.loading.gpu_division import GpuRequest, divide
 from auraflux.loading.gpu_plan import check_host_memory, make_pool
 from auraflux.loading.language_model import LanguageModel
@@ -69,8 +70,8 @@ class Nothing:
 class RandomWeights(Weights):
     """Random weights of any name and shape: matrices as codes of `bits` bits, or dense where that is None.
 
-    skew  standard deviation of the logarithm of experts' router weights: 0 routes tokens evenly, 1 to a few experts; None for
-          embeddings of the usual size, next to which attention chooses the same experts for all tokens
+    routing  how tokens choose experts; None for weights of the usual size, where the context chooses nearly the same ones for
+             all tokens
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class RandomWeights(Weights):
         dtype: torch.dtype,
         device: torch.device,
         seed: int = 0,
-        skew: float | None = None,
+        routing: RandomRouting | None = None,
     ):
         if bits is not None:
             check_format(bits, group)
@@ -88,7 +89,7 @@ class RandomWeights(Weights):
         # the meta device has no generator, and takes the CPU's
         self._generator = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
         self._rows: Tensor | None = None
-        self.skew = skew
+        self.routing = routing
 
     def has(self, name: str) -> bool:
         return THERE.search(name) is not None
@@ -99,14 +100,7 @@ class RandomWeights(Weights):
 
     def _take(self, name: str, shape: tuple[int | None, ...], index: int | None = None) -> Stored:
         found = self._drawn(name, shape, index)
-        if self.skew is None:
-            return found
-        if "embed_tokens" in name:
-            return _scaled(found, found.shape[-1] ** 0.5)
-        if ROUTERS.search(name) and isinstance(found, Tensor):
-            factors = torch.exp(self.skew * self._normal([found.shape[0], 1]))
-            return (factors * found.float()).to(found.dtype)
-        return found
+        return found if self.routing is None else self.routing.adapt(name, found, self._normal)
 
     def _drawn(self, name: str, shape: tuple[int | None, ...], index: int | None) -> Stored:
         sizes = [size or 1 for size in (shape if index is None else shape[1:])]
@@ -158,14 +152,6 @@ class RandomWeights(Weights):
         return torch.randn(sizes, device=self.device, generator=self._generator)
 
 
-def _scaled(found: Stored, factor: float) -> Stored:
-    """Multiply a weight with a factor."""
-    if isinstance(found, Tensor):
-        return found * factor
-    assert found.biases is not None
-    return replace(found, scales=found.scales * factor, biases=found.biases * factor)
-
-
 def copy_rows(source: Tensor, target: Tensor) -> None:
     """Copy a large matrix with several threads, which also allocate the pages of the target."""
     parts = min(MAX_THREADS, usable_cores(), len(source))
@@ -192,12 +178,12 @@ class Outlines(RandomWeights):
 class RandomExperts:
     """Experts of a random model.
 
-    skew     of routing, see `RandomWeights`
+    routing  see `RandomWeights`
     gpu      GPU memory to divide; experts that have no room are in host memory. None for resident experts
     compute  see `ExpertSettings`
     """
 
-    skew: float | None = None
+    routing: RandomRouting | None = None
     gpu: GpuRequest | None = None
     compute: str = "auto"
 
@@ -224,6 +210,8 @@ def random_language(
     calibrate     "off", or any other value to calibrate its keys
     experts       routing and memory of experts
     """
+    if isinstance(experts.routing, TracedRouting):
+        _check_trace(experts.routing, config)
     dtype, settings = activation_dtype(device), settings.for_family(family_name(config)).for_device(device.type)
     sizes: dict[str, Any] = {"context": context, "sequences": sequences + 1, "dtype": dtype}
     sizes["chunk"] = chunk_for(device, invariant)
@@ -235,7 +223,7 @@ def random_language(
         request = replace(experts.gpu, chunk=sizes["chunk"])
         pool, sizes["chunk"] = _divide(config, bits, request, settings, sizes, device, experts.compute)
     with device_memory():
-        weights = RandomWeights(bits, GROUP, dtype, device, skew=experts.skew)
+        weights = RandomWeights(bits, GROUP, dtype, device, routing=experts.routing)
         weights.expert_pool = pool
         model, shapes = _filled(config, weights)
         if pool is not None:
@@ -246,10 +234,20 @@ def random_language(
         graphs = graphs and (pool is None or pool.pinned or pool.resident)
         engine = Engine(model, shapes, settings, **sizes, exact=exact, invariant=invariant, graphs=graphs, device=device)
     if pool is not None:
-        engine.graphs.max_tokens, engine.graphs.before_replay = pool.max_captured_tokens, pool.before_step
+        engine.graphs.max_tokens, engine.graphs.before_step = pool.max_captured_tokens, pool.before_step
     scheduler = Scheduler(engine, None, frozenset(), max_sequences=sequences)
     notes = [] if pool is None else pool.notes
     return LanguageModel(scheduler, Path("random weights"), notes, pool, model_type=config["model_type"])
+
+
+def _check_trace(trace: TracedRouting, config: dict[str, Any]) -> None:
+    """Refuse a trace of routing that the model of a shape cannot follow."""
+    if not has_experts(config):
+        raise InputError(f"a trace of routing needs a mixture of experts; {config['model_type']!r} is dense.")
+    made = family(config).Config.from_hf(config)
+    if made.tied:
+        raise InputError("a trace of routing needs an LM head of its own; the shape's is tied to the embedding.")
+    trace.check(experts_per_token(config), made.hidden, made.vocab)
 
 
 def _divide(

@@ -118,7 +118,7 @@ class Engine:
                 padded = self._reserve(batch, [len(each) for each in ids])
                 tokens = [token for each in ids for token in each]
                 flat = to_device(tokens + tokens[-1:] * (batch.padding or 0), self.device)
-                hidden = self.graphs.prefill(batch, flat) if padded else self.runner.forward(flat, batch)
+                hidden = self.graphs.prefill(batch, flat) if padded else self.graphs.run_uncaptured(batch, flat)
                 self.graphs.check_step()
                 batch.drop_padding()
                 return hidden[: len(tokens)]

@@ -64,7 +64,7 @@ class GraphRunner:
     prefill_refused  reason why steps of several tokens are not; None if they are
     warming_up       whether the last step was slower than its successors will be: it compiled kernels or captured a graph
     max_tokens       tokens of the longest step that is captured; None for any length. Longer ones stream their experts
-    before_replay    called before a step is replayed
+    before_step      called with the number of tokens before a step runs or is replayed
     after_step       called after every step, which it may fail; the next step waits for it
     """
 
@@ -74,7 +74,7 @@ class GraphRunner:
         self.prefill_refused: str | None = None
         self.warming_up = False
         self.max_tokens: int | None = None
-        self.before_replay: Callable[[], None] | None = None
+        self.before_step: Callable[[int], None] | None = None
         self.after_step: Callable[[], None] | None = None
         self._steps: dict[Key, Step] = {}
         self._verify_steps: dict[Key, Step] = {}
@@ -175,6 +175,15 @@ class GraphRunner:
         """Run a prefill chunk whose batch has been extended and return the final hidden states [T, H]."""
         return self._run_step(batch, ids, lambda step: self.runner.forward(step.ids, batch))
 
+    def run_uncaptured(self, batch: Batch, ids: Tensor) -> Tensor:
+        """Run a step that is never captured and return the final hidden states of the tokens that need logits."""
+        self._prepare(len(ids))
+        return self.runner.forward(ids, batch)
+
+    def _prepare(self, tokens: int) -> None:
+        if self.before_step is not None:
+            self.before_step(tokens)
+
     def decode_mixed(self, batch: MixedBatch, ids: list[int] | Tensor, chunk: Tensor) -> Tensor:
         """Run a mixed batch that has been extended and return the logits of its decode part, [B, V]."""
         decode, prefill = batch.decode, batch.prefill
@@ -206,11 +215,10 @@ class GraphRunner:
 
     def _replay_or_run(self, step: Step, batch: Batch | MixedBatch, work: Callable[[], Tensor]) -> Tensor:
         """Replay a step, or run it if it is not captured yet."""
+        self._prepare(len(step.ids))
         if step.recording is None:
             return self._run(step, batch, work)
         self.warming_up = False
-        if self.before_replay is not None:
-            self.before_replay()
         step.recording.replay()
         assert step.result is not None
         return _copy(step.result)

@@ -171,7 +171,7 @@ class ModelLoader:
                 device=self.device,
             )
             if pool is not None:
-                engine.graphs.max_tokens, engine.graphs.before_replay = pool.max_captured_tokens, pool.before_step
+                engine.graphs.max_tokens, engine.graphs.before_step = pool.max_captured_tokens, pool.before_step
                 if pool.tier is not None:
                     engine.graphs.after_step = pool.check
             if engine.batch_invariant:

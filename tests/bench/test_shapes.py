@@ -15,6 +15,8 @@ BILLIONS = {
     "llama-8b": 8.0,
     "qwen3.8-27b": 26.9,
     "glm-4.5-air": 106.9,
+    "glm-4.6": 352.8,
+    "qwen3-235b-a22b": 235.1,
     "minimax-m2": 228.7,
     "deepseek-v4-flash": 284.0,
     "glm-4.7-flash": 29.9,
@@ -70,7 +72,7 @@ def test_every_shape_can_be_truncated():
 def test_main_shapes_are_listed_first():
     names = shape_names()
     assert tuple(names[: len(MAIN_SHAPES)]) == MAIN_SHAPES
-    assert len(set(names)) == len(names) == 21
+    assert len(set(names)) == len(names) == 23
 
 
 def test_an_unknown_shape_lists_the_known_ones():

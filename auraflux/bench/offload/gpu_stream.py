@@ -91,7 +91,7 @@ class GraphedLayers:
         chosen = torch.zeros(len(ids), 1, self.scores.shape[2])
         chosen.scatter_(2, ids[:, None].long(), 4.0)
         self.scores.copy_(chosen)
-        self.store.before_step()
+        self.store.before_step(1)
         if self._graph is None:
             self.results = self._work()
         else:

@@ -5,6 +5,7 @@ import resource
 import shlex
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from auraflux.bench.model import Ours, Speed
     from auraflux.bench.random_weights import RandomExperts
+    from auraflux.bench.routing import RandomRouting
     from auraflux.engine.engine import Engine
     from auraflux.loading.gpu_division import GpuRequest
     from auraflux.loading.language_model import LanguageModel
@@ -58,8 +60,9 @@ EXAMPLES = (
 @click.option("--layers", type=click.IntRange(min=1), metavar="N", help="With --random: number of layers instead of all.")
 @click.option(
     "--routing",
-    type=click.Choice(["uniform", "zipf"]),
-    help="With --random: how evenly tokens choose experts; by default uniform with --gpu-memory or --expert-memory.",
+    metavar="uniform|zipf|FILE",
+    help="With --random: how tokens choose experts: evenly, some more often, or as in a recorded trace; by default uniform "
+    "with --gpu-memory or --expert-memory.",
 )
 @click.option(
     "--skew",
@@ -99,14 +102,17 @@ def bench_model(
             raise SettingsError("--routing needs --random: a real model has its own router.")
         check_loading(model, chosen)
     from auraflux.bench.model import Ours, check_lengths, measure
+    from auraflux.bench.routing import TracedRouting
 
     contenders: list[Any]
     with phases() as progress:
         if invented or shape is not None:
             at = list(lengths) or [1024]
             progress(f"making random weights of {shape}")
-            loaded = random_loaded(model, shape, invented, layers, batch, max(at) + 2 * tokens, chosen)
-            name, contenders = f"{shape}, random weights", [Ours(loaded.scheduler, batch, _pool(loaded))]
+            routing = _routing(chosen)
+            loaded = random_loaded(model, shape, invented, layers, batch, max(at) + 2 * tokens, chosen, routing)
+            trace = routing if isinstance(routing, TracedRouting) else None
+            name, contenders = f"{shape}, random weights", [Ours(loaded.scheduler, batch, _pool(loaded), trace)]
         else:
             loaded = load_model(model, chosen, sequences=batch)
             at = list(lengths) or [n for n in (128, 512, 2048) if n + tokens <= loaded.context]
@@ -139,6 +145,7 @@ def random_loaded(
     batch: int,
     context: int,
     chosen: dict[str, Any],
+    routing: "RandomRouting | None" = None,
 ) -> "LanguageModel":
     """Make the model of --random and --shape."""
     from auraflux.bench.random_weights import random_language
@@ -163,19 +170,30 @@ def random_loaded(
         exact=chosen["exact"],
         invariant=chosen["invariant"],
         graphs=chosen["graphs"],
-        experts=_random_experts(chosen, device),
+        experts=_random_experts(chosen, device, routing),
     )
 
 
-def _random_experts(chosen: dict[str, Any], device: "torch.device") -> "RandomExperts":
+def _routing(chosen: dict[str, Any]) -> "RandomRouting | None":
+    """Return how the tokens of random weights choose experts; None if the option is not given."""
+    from auraflux.bench.routing import SkewedRouting, TracedRouting
+
+    given = chosen.get("routing")
+    if given in (None, "uniform", "zipf"):
+        return None if given is None else SkewedRouting(0.0 if given == "uniform" else chosen["skew"])
+    return TracedRouting.load(Path(given))
+
+
+def _random_experts(chosen: dict[str, Any], device: "torch.device", routing: "RandomRouting | None") -> "RandomExperts":
     """Return the routing and the memory of random experts."""
     from auraflux.bench.random_weights import RandomExperts
+    from auraflux.bench.routing import SkewedRouting
 
-    gpu, routing = _gpu_request(chosen, device), chosen.get("routing")
-    if routing is None:
+    gpu = _gpu_request(chosen, device)
+    if routing is None and gpu is not None:
         # routing of the usual random weights, where attention chooses, repeats experts: a cache would look too good
-        return RandomExperts(None if gpu is None else 0.0, gpu, chosen["experts"])
-    return RandomExperts(0.0 if routing == "uniform" else chosen["skew"], gpu, chosen["experts"])
+        routing = SkewedRouting()
+    return RandomExperts(routing, gpu, chosen["experts"])
 
 
 def _gpu_request(chosen: dict[str, Any], device: "torch.device") -> "GpuRequest | None":
@@ -286,7 +304,15 @@ def _expert_table(document: dict[str, Any], found: "list[Speed]") -> Any:
     title = f"decode with {document['expert_slots']:,} of {document['experts']:,} experts on the GPU"
     title += "" if rate is None else f"; copies to it reach {rate / 1e9:.1f} GB/s"
     table = Table(
-        "prompt", "hit rate", "misses/token", "MB/token", "GB/s", "of measured peak", title=title, title_justify="left"
+        "prompt",
+        "hit rate",
+        "misses/token",
+        "on the CPU",
+        "MB copied/token",
+        "GB/s",
+        "of measured peak",
+        title=title,
+        title_justify="left",
     )
     for speed in found:
         if (each := speed.experts) is None:
@@ -295,6 +321,7 @@ def _expert_table(document: dict[str, Any], found: "list[Speed]") -> Any:
         cells = (
             f"{each.hit_rate:.1%}",
             f"{each.misses_per_token:.1f}",
+            f"{each.on_cpu_per_token:.1f}",
             f"{each.nbytes_per_token / 1e6:.1f}",
             f"{copied / 1e9:.2f}",
         )

@@ -42,7 +42,8 @@ class CpuMailbox(NamedTuple):
     tokens, experts[P]       int32, of each pair
     x              [T, H]    bf16
     result         [P, H]    float32, of each pair
-    state          [2 + P]   int32 on the GPU: number of the last request, its pairs, and each pair's place in the step's ids
+    state          [3 + P]   int32 on the GPU: number of the last request, its pairs, number of the last answer seen, and each
+                             pair's place in the step's ids
     fetched        [P + 1]   float32 on the GPU: how many of n missing experts are fetched, on average; the others go to the CPU
 
     All but the last two are in pinned host memory. `auraflux.weights.experts.cpu_worker` has the protocol.

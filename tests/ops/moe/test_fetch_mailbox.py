@@ -19,7 +19,7 @@ def mailbox_of(worker: CpuExpertWorker, fetched: float) -> CpuMailbox:
     box, pairs = worker.mailbox, len(worker.mailbox.pairs)
     header = box.memory[box.offsets["layer"] :][:8].view(torch.int32)
     views = box.request_seq, box.done_seq, header, box.pairs, box.experts, box.x, box.result
-    return CpuMailbox(*views, torch.zeros(2 + pairs, dtype=torch.int32), fetched * torch.arange(pairs + 1))
+    return CpuMailbox(*views, torch.zeros(3 + pairs, dtype=torch.int32), fetched * torch.arange(pairs + 1))
 
 
 def layers_of(pool: ExpertPool) -> list[torch.Tensor]:
@@ -57,7 +57,7 @@ def test_the_cpu_answers_what_the_kernel_asks(tokens: int, fetched: float):
     assert int(mailbox.header[0]) == LAYER
     assert state[:2] == [1, count]
     expected = torch.stack(
-        [_expert(pool, args["x"], pair // ROUTING.k, int(ids.view(-1)[pair])) for pair in state[2 : 2 + count]]
+        [_expert(pool, args["x"], pair // ROUTING.k, int(ids.view(-1)[pair])) for pair in state[3 : 3 + count]]
     )
     torch.testing.assert_close(mailbox.result[:count], expected, rtol=2e-2, atol=2e-2)
 

@@ -24,10 +24,10 @@ from auraflux.ops.moe.cuda.routing.kernels import LOWEST, score_keys
 from auraflux.ops.moe.pool import CpuMailbox, ExpertPool
 from auraflux.ops.moe.routing import Routing
 
-WARPS = 1  # of a program: its reductions need no shared memory
-CHUNK = 2048  # words that a program copies at once
+WARPS = 4  # of a program
+CHUNK = 4096  # words that a program copies at once
 WINDOW = 1024  # slots among which a victim is chosen; with more, the window moves from call to call
-PROGRAMS = 4  # of a multiprocessor
+PROGRAMS = 1  # of a multiprocessor: more wait longer for their first bytes
 MOST_PAIRS = 4096  # (token, expert) pairs of a call
 MOST_EXPERTS = 1024  # of a layer
 MOST_ON_CPU = tl.constexpr(32)  # pairs of a request to the CPU
@@ -162,7 +162,7 @@ def _send_request(mailbox, x, ids, on_cpu, layer, pairs, experts, SHAPE: tl.cons
     place = tl.cumsum(mine.to(tl.int32), 0) - 1
     tl.store(mailbox.tokens + place, pair // SHAPE.k, mask=mine)
     tl.store(mailbox.experts + place, given, mask=mine)
-    tl.store(mailbox.state + 2 + place, pair, mask=mine)
+    tl.store(mailbox.state + 3 + place, pair, mask=mine)
     column = tl.arange(0, SHAPE.columns)
     T: tl.constexpr = SHAPE.tokens
     for token in tl.static_range(T):

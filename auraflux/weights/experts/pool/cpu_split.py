@@ -15,7 +15,7 @@ from torch import Tensor
 
 from auraflux.ops import ExpertPool, Routing, pooled_mixture
 from auraflux.ops.moe.experts import Stack
-from auraflux.ops.moe.pool import CpuMailbox
+from auraflux.ops.moe.pool import NEVER_USED, CpuMailbox
 from auraflux.weights.experts.cpu_worker import CpuExpertWorker
 from auraflux.weights.experts.pool.host_memory import MAPPED
 
@@ -46,7 +46,7 @@ class CpuSplit:
             raise RuntimeError("the mailbox could not be pinned")
         weakref.finalize(self, runtime.cudaHostUnregister, box.memory.data_ptr())
         header = box.memory[box.offsets["layer"] :][:8].view(torch.int32)
-        state = torch.zeros(2 + MOST_PAIRS, dtype=torch.int32, device=device)
+        state = torch.zeros(3 + MOST_PAIRS, dtype=torch.int32, device=device)
         fetched = torch.arange(MOST_PAIRS + 1, dtype=torch.float32, device=device)
         views = box.request_seq, box.done_seq, header, box.pairs, box.experts, box.x, box.result
         self.mailbox = CpuMailbox(*views, state, fetched)
@@ -84,34 +84,34 @@ def _share(shares: dict[int, float], count: int) -> float:
 
 
 class _Layer:
-    """A decode layer that is replayed with experts of which a known number is missing."""
+    """A decode layer that is replayed with its first k experts, of which a known number is missing."""
 
     def __init__(self, pool: ExpertPool, layer: int, k: int, hidden: int):
-        self.pool, self.layer, self.k = pool, layer, k
+        self.pool, self.slots = pool, pool.slots[layer, :k]
         x = torch.randn(1, hidden, device=pool.memory.device).bfloat16()
-        self.scores = torch.randn(1, pool.slots.shape[1], device=pool.memory.device).bfloat16()
-        run = lambda: pooled_mixture(x, self.scores, Routing(k, "softmax", True), pool, layer, x)  # noqa: E731
+        scores = torch.full((1, pool.slots.shape[1]), -10.0, device=pool.memory.device).bfloat16()
+        scores[0, :k] = 1.0
+        run = lambda: pooled_mixture(x, scores, Routing(k, "softmax", True), pool, layer, x)  # noqa: E731
         run()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             run()
 
-    def choose(self, missing: int) -> None:
-        """Let the next replay use so many missing experts; more where too few are cached."""
-        slots = self.pool.slots[self.layer].cpu()
-        order = torch.randperm(len(slots))
-        absent, cached = order[slots[order] < 0][:missing], order[slots[order] >= 0][: self.k - missing]
-        values = torch.full(slots.shape, -10.0)
-        values[torch.cat([absent, cached])] = 1.0
-        self.scores.copy_(values[None])
+    def drop(self, count: int) -> None:
+        """Drop experts from the cache, all of which a replay has fetched."""
+        freed = self.slots[:count].long()
+        self.pool.owners[freed] = -1
+        self.pool.uses[freed] = NEVER_USED
+        self.slots[:count] = -1
 
 
 class _Trial:
-    """Two layers, of which the first wakes the CPU threads and the second is timed."""
+    """Two layers, of which the second is timed: the first keeps the GPU busy until it is launched."""
 
     def __init__(self, split: CpuSplit, pool: ExpertPool, k: int):
         self.split, last = split, pool.slots.shape[0] - 1
         self.first, self.second = (_Layer(pool, each, k, split.mailbox.x.shape[1]) for each in (0, last))
+        self.fetch_all = torch.arange(MOST_PAIRS + 1, dtype=torch.float32, device=pool.memory.device)
 
     def seconds(self, missing: int, fetched: int) -> float:
         """Return the median time of a layer with so many missing experts, some of them fetched."""
@@ -125,14 +125,15 @@ class _Trial:
 
     def _run(self, missing: int, fetched: int) -> float:
         table = self.split.mailbox.fetched
-        self.first.choose(2)
-        self.second.choose(missing)
-        table.zero_()
+        table.copy_(self.fetch_all)
+        for layer, dropped in (self.first, 1 if missing == 2 else 2), (self.second, missing):
+            layer.graph.replay()
+            layer.drop(dropped)
+        table[missing] = float(fetched)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         self.split.worker.wake()
         self.first.graph.replay()
-        table[missing] = float(fetched)
         begin.record()
         self.second.graph.replay()
         end.record()

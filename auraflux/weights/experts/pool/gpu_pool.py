@@ -215,17 +215,26 @@ class GpuExpertPool:
                 f"experts: of four missing ones {4 * share:.1f} are fetched, {threads} CPU threads compute the others."
             )
 
-    def before_step(self) -> None:
-        """Wake the CPU threads, which sleep when no step has used them for a while."""
-        if self._split is not None:
-            self._split.worker.wake()
+    def before_step(self, tokens: int) -> None:
+        """Prepare a step of so many tokens: begin to copy experts of a long one, and wake the CPU threads for a short one."""
         if self.tier is not None:
             self.tier.wake()
+        if self.streams(tokens * self.plan.k):
+            self.stream.begin(tokens)
+            return
+        self.end_stream()
+        if self._split is not None:
+            self._split.worker.wake()
 
     def check(self) -> None:
         """Raise if a step used an expert that could not be read from disk."""
         if self.tier is not None:
             self.tier.check()
+
+    def end_stream(self) -> None:
+        """Give the slots of a long step's ring back, before kernels look up experts in the tables."""
+        if self._stream is not None:
+            self._stream.finish()
 
     def _fill(self, sizes: list[int]) -> None:
         """Copy the first experts of every layer into slots."""
@@ -295,6 +304,7 @@ class PooledExperts:
             return mixture(*given, store.layers[layer], *added)
         if store.streams(len(inputs.x) * inputs.routing.k):
             return self._stream(inputs)
+        store.end_stream()
         if not store.pinned:
             fetch_experts.reference(route(inputs.scores, inputs.routing, inputs.bias)[0], store.pool, layer)
             store.check()
@@ -314,7 +324,7 @@ class PooledExperts:
             added = inputs.residual, inputs.bias, inputs.shared, inputs.gate
             results.append(mixture(inputs.x, inputs.scores, inputs.routing, experts, *added))
 
-        store.stream.run(self.layer, work)
+        store.stream.run(self.layer, len(inputs.x), work)
         return results[0]
 
     def fetch(self, ids: Tensor) -> None:
@@ -333,7 +343,8 @@ class PooledExperts:
     def _partial_sum(self, x: Tensor, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         parts = x.new_zeros(*ids.shape, x.shape[1], dtype=torch.float32)
         if self.store.streams(ids.numel()):
-            self.store.stream.run(self.layer, lambda experts: expert_parts(x, _present(ids, experts), experts, parts))
+            work: Callable[[Experts], None] = lambda experts: expert_parts(x, _present(ids, experts), experts, parts)  # noqa: E731
+            self.store.stream.run(self.layer, len(x), work)
         else:
             expert_parts(x, ids, self._fetched(ids), parts)
         return sum_parts(parts, weights, dtype)
@@ -343,6 +354,7 @@ class PooledExperts:
         store = self.store
         if store.resident:
             return store.layers[self.layer]
+        store.end_stream()
         (fetch_experts if store.pinned else fetch_experts.reference)(ids, store.pool, self.layer)
         self._check()
         return store.pool.layers[self.layer]

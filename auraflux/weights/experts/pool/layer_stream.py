@@ -4,6 +4,8 @@ A long prefill chunk uses nearly all experts of every layer. Cached ones are use
 of slots that is borrowed from the pool, the least used ones: while a layer computes, the copy engine fills the slots of the
 next. Events order copies and kernels; the host only issues them. The ring's slots are in a row, so that experts in a row need
 one copy.
+
+The last layer is copied only when it runs: a prompt needs it for its last token at most, whose experts are fetched singly.
 """
 
 from collections import deque
@@ -18,13 +20,15 @@ from auraflux.ops import ExpertPool, Experts
 from auraflux.ops.moe.pool import CLOCK, NEVER_USED
 
 RING_SHARE = 1.5  # slots of the ring at most, as a multiple of a layer's experts
-NEXT_SHARE = 1.4  # usual slots of the ring, as a multiple of the missing experts of a layer: room for some of the next
+# slots of the ring beyond the missing experts of a layer: those of the next are copied into them while the layer computes
+SPARE_SLOTS, TOKENS_PER_SPARE_SLOT = 12, 128
 
 
 @dataclass(eq=False)
 class _Layer:
-    """Copies of one layer: experts that still need a slot, slots of those that were issued, and the last copy's event."""
+    """Copies of a layer: number of cached experts, those that need a slot, slots of issued ones, and the last copy's event."""
 
+    cached: int
     missing: deque[int]
     slots: list[int] = field(default_factory=list)
     copied: torch.cuda.Event | None = None
@@ -55,18 +59,21 @@ class LayerStream:
         self._free: deque[tuple[int, torch.cuda.Event]] = deque()
         self._ring_owners: dict[int, int] = {}
         self._layer: int | None = None
+        self._clock = 0.0
+        self._begun = torch.cuda.Event()
 
     @property
     def single_pass(self) -> bool:
         """True if the ring holds all experts of a layer at once."""
         return self.ring >= self._count
 
-    def run(self, layer: int, work: Callable[[Experts], None]) -> None:
+    def run(self, layer: int, tokens: int, work: Callable[[Experts], None]) -> None:
         """Run a layer's experts: call `work` with all of them, or, unless `single_pass`, with some after the other."""
         if self._layer is None or layer <= self._layer:
-            self._begin()
+            self.begin(tokens)
         self._layer, mine = layer, self._layers[layer]
-        following = layer + 1 if layer + 1 < len(self._layers) else None
+        self.hits += mine.cached
+        following = layer + 1 if layer + 2 < len(self._layers) else None
         while True:
             self._issue(layer)
             complete = not mine.missing
@@ -81,15 +88,12 @@ class LayerStream:
             done.synchronize()
             self._map[layer].fill_(-1)
             mine.slots = []
-        if following is None:
-            self._end()
-        else:
+        if following is not None:
             self._issue(following)
 
     def _compute(self, layer: int, mine: _Layer, work: Callable[[Experts], None]) -> torch.cuda.Event:
         """Run `work` after the copies that were issued, and return the event of its end."""
         stream = torch.cuda.current_stream(self.pool.memory.device)
-        self._device_map[layer].copy_(self._map[layer], non_blocking=True)
         if mine.copied is not None:
             stream.wait_event(mine.copied)
         work(self._experts[layer])
@@ -97,30 +101,47 @@ class LayerStream:
         done.record(stream)
         return done
 
-    def _begin(self) -> None:
-        """Borrow the least used slots for the ring, and find which experts are missing."""
+    def begin(self, tokens: int) -> None:
+        """Start a step: borrow the least used slots for the ring, and copy the first layer's missing experts."""
+        self.finish()
         pool, count = self.pool, self._count
         for host, table in ((self._slots, pool.slots), (self._owners, pool.owners), (self._uses, pool.uses)):
             host.copy_(table)
+        self._clock = int(pool.state[CLOCK]) / pool.half_life
         slots, owners, uses = self._slots.view(-1).numpy(), self._owners.numpy(), self._uses.numpy()
-        ring = self._choose_ring(slots, owners, uses)
+        ring = self._choose_ring(slots, owners, uses, SPARE_SLOTS + tokens // TOKENS_PER_SPARE_SLOT)
         evicted = owners[ring]
         slots[evicted[evicted >= 0]] = -1
         owners[ring], uses[ring] = -1, NEVER_USED
         self._push()
         self._map.copy_(self._slots)
-        begun = torch.cuda.Event()
-        begun.record(torch.cuda.current_stream(pool.memory.device))
-        self._free = deque((slot, begun) for slot in ring.tolist())
-        self._layers = [_Layer(deque(np.flatnonzero(row < 0).tolist())) for row in self._slots.numpy()]
+        self._device_map.copy_(self._map, non_blocking=True)
+        self._begun = torch.cuda.Event()
+        self._begun.record(torch.cuda.current_stream(pool.memory.device))
+        self._free = deque((slot, self._begun) for slot in ring.tolist())
+        absent = [np.flatnonzero(row < 0).tolist() for row in self._slots.numpy()]
+        self._layers = [_Layer(count - len(each), deque(each)) for each in absent]
         self._ring_owners = {}
-        missing = sum(len(each.missing) for each in self._layers)
-        self.misses, self.hits = self.misses + missing, self.hits + count * len(self._layers) - missing
+        self._layer = -1
+        self._issue(0)
 
-    def _choose_ring(self, slots: np.ndarray, owners: np.ndarray, uses: np.ndarray) -> np.ndarray:
+    def finish(self) -> None:
+        """Leave the experts that the ring holds in the pool, which the next kernels may change; nothing if no step runs."""
+        if self._layer is None:
+            return
+        torch.cuda.current_stream(self.pool.memory.device).wait_stream(self._stream)
+        # the tables that `begin` pushed have been read
+        self._begun.synchronize()
+        slots, owners, uses = self._slots.view(-1).numpy(), self._owners.numpy(), self._uses.numpy()
+        for slot, owner in self._ring_owners.items():
+            slots[owner], owners[slot], uses[slot] = slot, owner, self._clock
+        self._push()
+        self._layer = None
+
+    def _choose_ring(self, slots: np.ndarray, owners: np.ndarray, uses: np.ndarray, spare: int) -> np.ndarray:
         """Return slots in a row whose experts were used least: room for any layer's missing experts and some of the next's."""
         missing = (slots.reshape(-1, self._count) < 0).sum(1)
-        size = min(self.ring, int(NEXT_SHARE * missing.max()) + 8)
+        size = min(self.ring, int(missing.max()) + spare)
         ring = _least_used(uses, size)
         evicted = owners[ring]
         missing = missing + np.bincount(evicted[evicted >= 0] // self._count, minlength=len(missing))
@@ -145,7 +166,10 @@ class LayerStream:
                     self._map[layer, expert + number] = slot + number
                     mine.slots.append(slot + number)
                     self._ring_owners[slot + number] = layer * self._count + expert + number
+                self.misses += count
             self._finish_copies(layer)
+            # behind the experts: on the stream of the kernels it would wait for copies of the next layer
+            self._device_map[layer].copy_(self._map[layer], non_blocking=True)
             mine.copied = torch.cuda.Event()
             mine.copied.record(self._stream)
 
@@ -166,15 +190,6 @@ class LayerStream:
 
     def _finish_copies(self, layer: int) -> None:
         """Do nothing: all copies of the layer are on the stream."""
-
-    def _end(self) -> None:
-        """Leave the experts that the ring holds in the pool."""
-        slots, owners, uses = self._slots.view(-1).numpy(), self._owners.numpy(), self._uses.numpy()
-        now = int(self.pool.state[CLOCK]) / self.pool.half_life
-        for slot, owner in self._ring_owners.items():
-            slots[owner], owners[slot], uses[slot] = slot, owner, now
-        self._push()
-        self._layer = None
 
     def _push(self) -> None:
         """Copy the tables to the device."""

@@ -178,3 +178,28 @@ def test_steps_with_misses_are_replayed_as_a_graph():
         for found, theirs in zip(run, resident, strict=True):
             assert torch.equal(found, theirs.forward(fresh))
     assert int(store.pool.state[MISSES]) > before
+
+
+@pytest.mark.gpu
+def test_a_prompt_leaves_the_pool_consistent():
+    # a prompt runs the last layer for one token or not at all
+    torch.manual_seed(6)
+    layers = [make_layer(512, 256) for _ in range(4)]
+    store, pooled = pool_of(layers, 26, "cuda")
+    for ends in (4, 3, 4, 3):
+        store.before_step(64)
+        for mine in pooled[:3]:
+            mine.forward(inputs(64, 512, "cuda", torch.bfloat16))
+        for mine in pooled[3:ends]:
+            mine.forward(inputs(1, 512, "cuda", torch.bfloat16))
+        store.before_step(1)
+        for mine, layer in zip(pooled, layers, strict=True):
+            given = inputs(1, 512, "cuda", torch.bfloat16)
+            assert torch.equal(mine.forward(given), moved(layer, "cuda").forward(given))
+    pool = store.pool
+    torch.cuda.synchronize()
+    owned = {int(owner): slot for slot, owner in enumerate(pool.owners.tolist()) if owner >= 0}
+    assert owned == {index: slot for index, slot in enumerate(pool.slots.view(-1).tolist()) if slot >= 0}
+    for owner, slot in owned.items():
+        first, nbytes = int(pool.offsets.view(-1)[owner]), pool.nbytes[owner // COUNT]
+        assert torch.equal(pool.memory[slot, :nbytes].cpu(), pool.host[first : first + nbytes])

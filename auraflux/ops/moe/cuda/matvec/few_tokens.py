@@ -233,28 +233,47 @@ def _load_epilogue(epilogue, at, token):
 
 
 @gluon.jit
-def _await_answer(at, number, tid):
-    """Let the first thread wait until the CPU has answered a request, with pauses: every program polls host memory."""
-    text: gl.constexpr = (
-        "{.reg .pred p,q; .reg .b32 n; setp.ne.b32 p,$3,0; @p bra DONE; AGAIN: ld.acquire.sys.global.u32 n,[$1];"
-        "setp.eq.u32 q,n,$2; @q bra DONE; nanosleep.u32 400; bra AGAIN; DONE: mov.b32 $0,0;}"
+def _await_answer(cpu, number, tid):
+    """Let the first thread wait until the CPU has answered a request.
+
+    Only one program polls host memory, since polls of many would delay the experts that are fetched; it tells the others.
+    """
+    ask_host: gl.constexpr = (
+        "{.reg .pred p,q; .reg .b32 n; setp.ne.b32 p,$4,0; @p bra DONE; AGAIN: ld.acquire.sys.global.u32 n,[$1];"
+        "setp.eq.u32 q,n,$3; @!q bra AGAIN; st.release.gpu.global.u32 [$2],n; DONE: mov.b32 $0,0;}"
     )
-    gl.inline_asm_elementwise(text, "=r,l,r,r,~{memory}", [at, number, tid], gl.int32, is_pure=False, pack=1)
+    ask_program: gl.constexpr = (
+        "{.reg .pred p,q; .reg .b32 n; setp.ne.b32 p,$3,0; @p bra DONE; AGAIN: ld.acquire.gpu.global.u32 n,[$1];"
+        "setp.eq.u32 q,n,$2; @q bra DONE; nanosleep.u32 100; bra AGAIN; DONE: mov.b32 $0,0;}"
+    )
+    done, seen = cpu.done.to(gl.int64) + tid * 0, cpu.state.to(gl.int64) + 8 + tid * 0
+    if gl.program_id(0) + gl.program_id(1) == 0:
+        gl.inline_asm_elementwise(ask_host, "=r,l,l,r,r,~{memory}", [done, seen, number, tid], gl.int32, is_pure=False, pack=1)
+    else:
+        gl.inline_asm_elementwise(ask_program, "=r,l,r,r,~{memory}", [seen, number, tid], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _add_cpu_results(result, cpu, box, token, row0, tid, hidden, K: gl.constexpr):
-    """Add the weighted outputs of a token's experts that the CPU computed."""
+def _add_cpu_results(
+    result, cpu, box, sums, chosen, token, row0, tid, hidden, K: gl.constexpr, W: gl.constexpr
+):  # fmt: skip
+    """Add the weighted outputs of a token's experts that the CPU computed, in the order of the slots."""
     count = gl.load(cpu.state + 1)
     if count > 0:
-        _await_answer(cpu.done.to(gl.int64) + tid * 0, tid * 0 + gl.load(cpu.state), tid)
+        _await_answer(cpu, tid * 0 + gl.load(cpu.state), tid)
+        # the sums of the slots have been read
         gl.thread_barrier()
-        for i in range(count):
-            pair = gl.load(cpu.state + 2 + i)
-            here = (tid < 16) & (pair // K == token)
-            value = gl.load(cpu.result + i * hidden + row0 + tid % 16, mask=here, other=0.0, volatile=True)
-            weight = float_at(box + pair % K * 4 + tid * 0, here)
-            result = gl.where(here, gl.fma(value, weight, result), result)
+        for start in range(0, count, 2 * W):
+            i = start + tid // 16
+            pair = gl.load(cpu.state + 3 + i, mask=i < count, other=-1)
+            mine = (i < count) & (pair // K == token)
+            value = gl.load(cpu.result + i * hidden + row0 + tid % 16, mask=mine, other=0.0, volatile=True)
+            put_float(sums + pair % K * 64 + tid % 16 * 4, value, mine)
+        gl.thread_barrier()
+        for n in gl.static_range(K):
+            mine = (tid < 16) & (from_lane(chosen, tid * 0 + n) < 0)
+            value, weight = float_at(sums + n * 64 + tid % 16 * 4, mine), float_at(box + n * 4 + tid * 0, mine)
+            result = gl.where(mine, gl.fma(value, weight, result), result)
     return result
 
 
@@ -341,7 +360,7 @@ def down_slots(
                 part = gl.where(from_lane(chosen, lane * 0 + n) >= 0, part, 0.0)
             result = gl.fma(part, weight, result)
         if router.cpu is not None:
-            result = _add_cpu_results(result, router.cpu, box, token, row0, tid, hidden, K)
+            result = _add_cpu_results(result, router.cpu, box, sums, chosen, token, row0, tid, hidden, K, W)
         if epilogue.residual is not None:
             # rounded and added as in `expert_mlp` and `combine`, bit for bit
             result = residual + result.to(out.dtype.element_ty).to(gl.float32)

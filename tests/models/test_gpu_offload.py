@@ -1,0 +1,78 @@
+"""A mixture with most experts in host memory gives the logits of the same model with all of them on the GPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from auraflux.bench.random_weights import RandomExperts, random_language
+from auraflux.bench.routing import SkewedRouting
+from auraflux.bench.shapes import shape_of
+from auraflux.cache import CacheSettings
+from auraflux.engine.request import Output, Request
+from auraflux.engine.sampling import Sampling
+from auraflux.loading.gpu_division import GpuRequest
+from auraflux.loading.language_model import LanguageModel
+from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
+
+pytestmark = pytest.mark.gpu
+
+LAYERS, EXPERT_NBYTES = 6, 2_654_208
+SHAPE = "qwen3-30b-a3b"
+
+
+def made(slots: int, compute: str, sequences: int = 1) -> LanguageModel:
+    gpu = GpuRequest(40 << 30, True, 1, slots=slots * EXPERT_NBYTES)
+    experts = RandomExperts(SkewedRouting(), gpu, compute)
+    options = {"context": 2048, "experts": experts, "sequences": sequences}
+    return random_language(shape_of(SHAPE, LAYERS), CacheSettings("k8v4"), torch.device("cuda"), **options)
+
+
+def logits(model: LanguageModel, prompt: list[int], following: list[int]) -> Tensor:
+    """Return the logits after each token that follows a prompt; decode steps are replayed."""
+    engine = model.engine
+    sequence = engine.cache.open()
+    try:
+        engine.prefill([sequence], [prompt])
+        batch = engine.decode_batch([sequence])
+        return torch.cat([engine.decode(batch, [token]).clone() for token in following])
+    finally:
+        sequence.close()
+
+
+@pytest.mark.parametrize("compute", ["gpu", "auto"])
+def test_logits_equal_those_of_resident_experts(compute: str):
+    prompt = torch.randint(0, 150_000, (1100,)).tolist()
+    following = torch.randint(0, 150_000, (24,)).tolist()
+    resident = made(LAYERS * 128, "gpu")
+    assert isinstance(resident.experts, GpuExpertPool)
+    assert resident.experts.resident
+    expected = logits(resident, prompt, following)
+    del resident
+    model = made(LAYERS * 128 // 3, compute)
+    found = logits(model, prompt, following)
+    assert isinstance(model.experts, GpuExpertPool)
+    stats = model.experts.cache_stats().total
+    assert stats.misses > 1000
+    assert model.engine.graphs.refused is None
+    if stats.on_cpu == 0:
+        assert torch.equal(found, expected)
+    else:
+        kl = (expected.softmax(-1) * (expected.log_softmax(-1) - found.log_softmax(-1))).sum(-1)
+        assert float(kl.max()) < 1e-6
+
+
+def test_sequences_that_start_and_end():
+    """Prompts stream their experts between decode steps of others; each text equals its own on a resident model."""
+
+    def texts(model: LanguageModel) -> list[list[int]]:
+        outputs: list[list[Output]] = [[] for _ in prompts]
+        for prompt, output in zip(prompts, outputs, strict=True):
+            model.scheduler.submit(Request(tuple(prompt), Sampling(ignore_eos=True, max_tokens=12)), output.append)
+            model.scheduler.step()
+        while any(sum(len(each.tokens) for each in output) < 12 for output in outputs):
+            model.scheduler.step()
+        return [[token for each in output for token in each.tokens] for output in outputs]
+
+    prompts = [torch.randint(0, 150_000, (length,)).tolist() for length in (700, 90, 1300, 20)]
+    expected = texts(made(LAYERS * 128, "gpu", 4))
+    assert texts(made(LAYERS * 128 // 3, "gpu", 4)) == expected
