@@ -246,6 +246,7 @@ def make_model(
     model = module.Model(config, weights)
     weights.check_loaded()
     model.notes = weights.notes()
-    if pool is not None:
-        pool.finish()
+    for each in (pool, experts):
+        if each is not None:
+            each.finish()
     return model

@@ -11,6 +11,8 @@ from auraflux.ops import Experts, Routing
 from auraflux.weights.experts.packed_files import ExpertFiles
 from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool, PooledExperts, PoolPlan
 from auraflux.weights.experts.resident import MixtureInput, ResidentExperts
+from auraflux.weights.experts.settings import plan_expert_cache
+from auraflux.weights.experts.store import ExpertStore
 from tests.weights.experts.packed import write_experts
 
 pytestmark = pytest.mark.gpu
@@ -76,6 +78,25 @@ def replayed(given: MixtureInput, graph: torch.cuda.CUDAGraph) -> MixtureInput:
         getattr(given, name).copy_(getattr(fresh, name))
     graph.replay()
     return fresh
+
+
+@pytest.mark.parametrize(("slots", "host"), [(4, 4), (4, COUNT), (8, COUNT), (COUNT, COUNT)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_store_on_a_gpu_is_bitwise_equal_to_resident_experts(model, slots: int, host: int, dtype: torch.dtype):
+    """As ranks use it: without a plan of the GPU's memory."""
+    files, resident = model
+    each = sum(file.stride for file in files.files)
+    plan = plan_expert_cache(files, ROUTING.k, slots * each, "direct")
+    store = ExpertStore(files, plan, device="cuda", host_nbytes=host * each)
+    layers = [store.layer(file.module, COUNT, HIDDEN, INNER, {}, None) for file in files.files]
+    store.finish()
+    for tokens in (1, 1, 30, 1, 2, 200, 1):
+        ids = torch.stack([torch.randperm(COUNT)[: ROUTING.k] for _ in range(tokens)]).int().cuda()
+        x, weights = torch.randn(tokens, HIDDEN, device="cuda", dtype=dtype), torch.rand(tokens, ROUTING.k, device="cuda")
+        for mine, theirs in zip(layers, resident, strict=True):
+            mine.fetch(ids)
+            assert torch.equal(mine(x, ids, weights), theirs(x, ids, weights)), tokens
+            assert torch.equal(mine.partial_sum(x, ids, weights), theirs.partial_sum(x, ids, weights)), tokens
 
 
 def failure(store: GpuExpertPool) -> str | None:
