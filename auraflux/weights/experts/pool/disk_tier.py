@@ -103,6 +103,8 @@ class DiskTier:
     def start(self, k: int) -> None:
         """Allocate the cache, which must hold the k experts of a token, and start the threads."""
         count, files = self._layers[0].file.count, [each.file for each in self._layers]
+        if count > 1 << at.EXPERT_BITS:
+            raise SettingsError(f"a layer has {count} experts; below a GPU up to {1 << at.EXPERT_BITS} can be on disk.")
         wide = max(max(each.file.stride, each.file.nbytes + each.biases.shape[1]) for each in self._layers)
         stride = -(-wide // ALIGNMENT) * ALIGNMENT
         slots = min(self.nbytes // stride, count * len(files), (1 << at.SLOT_BITS) - 2)

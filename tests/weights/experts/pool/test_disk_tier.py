@@ -202,6 +202,12 @@ def test_too_little_host_memory_is_refused_with_the_least(files: ExpertFiles):
         tier_of(files, K - 1)
 
 
+def test_too_many_experts_are_refused(tmp_path: Path):
+    files = write_experts(tmp_path, 1, 1025, 64, 64, lanes=1, distinct=1)[0]
+    with pytest.raises(SettingsError, match="a layer has 1025 experts; below a GPU up to 1024 can be on disk"):
+        tier_of(files, K)
+
+
 def test_the_crc_of_pieces():
     import zlib
 
