@@ -136,7 +136,7 @@ with our_cache():
                     wakes, active = woken, now
                 elif now - active > SPIN_NS:
                     poll_ns = LONG_POLL_NS if now - active > LONG_IDLE_NS else POLL_NS
-                    sleep(shared, first, last, wakes, poll_ns, room)
+                    sleep(shared, first, last, wakes, poll_ns, room, shared, shared)
                     polls = POLLS_PER_CLOCK - 1
         return 0
 

@@ -89,12 +89,15 @@ def wake_all(shared):
 
 
 @inlined
-def sleep(shared, first, last, wakes, poll_ns, room):
-    """Sleep until woken; the first thread at most for `poll_ns`."""
+def sleep(shared, first, last, wakes, poll_ns, room, claimed, posted):
+    """Sleep until woken; the first thread at most for `poll_ns`.
+
+    claimed, posted  addresses of words that are equal while there is no work; may be the same
+    """
     call_libc(load(shared + LOCK), shared + MUTEX, 0, 0)
     fetch_add(shared + SLEEPERS, 1)
     idle = load_int32(load(shared + REQUEST_SEQ)) == last and load(shared + WAKES) == wakes
-    if idle and load(shared + STOPPED) == 0:
+    if idle and load(claimed) == load(posted) and load(shared + STOPPED) == 0:
         if first:
             until = now_ns(shared, REALTIME, room) + poll_ns
             store(room, until // SECOND_NS)

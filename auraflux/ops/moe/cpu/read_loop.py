@@ -28,6 +28,7 @@ NEXT, END = 0, LINE  # chunks claimed and posted since the start
 SETUP = polling.FIELDS
 EINTR = 4
 ABSOLUTE = 1  # TIMER_ABSTIME
+LATE_NS = 60_000  # by which Linux wakes a sleeping thread late
 
 
 @inlined
@@ -74,6 +75,16 @@ def _sleep_until(setup, until, room):
     store(room, until // polling.SECOND_NS)
     store(room + 8, until % polling.SECOND_NS)
     read_libc(setup[at.SLEEP_UNTIL], polling.MONOTONIC, ABSOLUTE, room, 0)
+
+
+@inlined
+def _finish_slice(shared, setup, until, room):
+    """Wait for the end of a simulated read; polls at last, as a thread that sleeps wakes up late."""
+    if until - polling.now_ns(shared, polling.MONOTONIC, room) > LATE_NS:
+        _sleep_until(setup, until - LATE_NS, room)
+    polls = 0
+    while polling.now_ns(shared, polling.MONOTONIC, room) < until:
+        polls = polling.poll(shared, polls)
 
 
 @inlined
@@ -166,7 +177,7 @@ def _read_chunk(shared, claimed, room):
         if job[at.JOB_MODIFIED] != 0:
             crcs[chunk] = np.int64(_chunk_crc(setup, row, job, chunk))
         if until != 0:
-            _sleep_until(setup, until, room)
+            _finish_slice(shared, setup, until, room)
     if fetch_add(setup[at.JOBS] + 8 * (at.JOB_WORDS * which + at.JOB_LEFT), -1) == 1:
         _complete(setup, counters_at, number, layer, job, crcs)
 
@@ -300,8 +311,13 @@ def _serve_request(shared, number, room):
 with our_cache():
 
     @numba.njit(nogil=True, cache=True, pipeline_class=KernelCompiler)
-    def serve_reads(shared, first, room):
-        """Read experts until stopped; `first` is 1 for the thread that answers requests, `room` its scratch memory."""
+    def serve_reads(shared, first, spin_ns, room):
+        """Read experts until stopped.
+
+        first    1 for the thread that answers requests
+        spin_ns  of polling after a request
+        room     scratch memory of this thread
+        """
         number_at, last = load(shared + polling.REQUEST_SEQ), 0
         wakes, active, polls = load(shared + polling.WAKES), polling.now_ns(shared, polling.MONOTONIC, room), 0
         while load(shared + polling.STOPPED) == 0:
@@ -318,9 +334,9 @@ with our_cache():
                 now, woken = polling.now_ns(shared, polling.MONOTONIC, room), load(shared + polling.WAKES)
                 if woken != wakes:
                     wakes, active = woken, now
-                elif now - active > polling.SPIN_NS:
+                elif now - active > spin_ns:
                     poll_ns = polling.LONG_POLL_NS if now - active > polling.LONG_IDLE_NS else polling.POLL_NS
-                    polling.sleep(shared, first, last, wakes, poll_ns, room)
+                    polling.sleep(shared, first, last, wakes, poll_ns, room, shared + NEXT, shared + END)
                     polls = polling.POLLS_PER_CLOCK - 1
         return 0
 
@@ -351,7 +367,7 @@ with our_cache():
 
 def compile_loop() -> None:
     """Compile the functions, or load them from the JIT cache."""
-    serve_reads.compile((types.int64,) * 3)
+    serve_reads.compile((types.int64,) * 4)
     await_answer.compile((types.int64,) * 5)
     post_request.compile((types.int64,) * 2)
     polling.compile_wake()

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import ExpertError, SettingsError
+from auraflux.machine import usable_cores
 from auraflux.ops.moe.cpu import read_setup as at
-from auraflux.ops.moe.cpu.polling import LINE, SHARED_NBYTES, TIMESPEC_NBYTES, init_polling, libc_addresses, wake
+from auraflux.ops.moe.cpu.polling import LINE, SHARED_NBYTES, SPIN_NS, TIMESPEC_NBYTES, init_polling, libc_addresses, wake
 from auraflux.ops.moe.cpu.read_loop import await_answer, compile_loop, post_request, serve_reads
 from auraflux.ops.moe.experts import BIASES, Stack, blob_nbytes
 from auraflux.ops.moe.pool import HALF_LIFE_TOKENS, DiskMailbox
@@ -196,9 +197,14 @@ class DiskTier:
         init_polling(shared, self.mailbox.request.data_ptr(), (setup.data_ptr(),))
         rooms = [shared + SHARED_NBYTES + number * each for number in range(self.depth + 1)]
         memory = [room, setup, tables, block, self._memory]
+        # threads that poll would keep others from their cores
+        spin_ns = SPIN_NS if usable_cores() > self.depth + 1 else 0
         threads = [
             threading.Thread(
-                target=_serve, args=(memory, shared, int(n == 0), rooms[n]), name=f"expert-reader-{n}", daemon=True
+                target=_serve,
+                args=(memory, shared, int(n == 0), SPIN_NS if n == 0 else spin_ns, rooms[n]),
+                name=f"expert-reader-{n}",
+                daemon=True,
             )
             for n in range(self.depth)
         ]
