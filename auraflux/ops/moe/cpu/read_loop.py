@@ -255,49 +255,66 @@ def _post_job(shared, setup, counters, number, which, layer, expert, use, room):
 
 
 @inlined
-def _serve_request(shared, number, room):
-    """Answer the experts that have a slot, post jobs for the others, help to read them, and wait for the last one."""
-    setup = int64s(load(shared + SETUP), at.SETUP_WORDS)
-    counters_at, header, began = setup[at.COUNTERS], int32s(setup[at.HEADER], 4), 0
-    counters, experts, slots = int64s(counters_at, at.COUNTER_WORDS), setup[at.EXPERTS], setup[at.SLOTS]
-    layer, count, streamed = np.int64(header[0]), min(np.int64(header[1]), experts), header[2] != 0
-    header[3] = number
+def _answer_hits(setup, counters, number, layer, count, streamed, now):
+    """Answer the experts of a request that have a slot, and hold these slots."""
+    experts, slots, first = setup[at.EXPERTS], setup[at.SLOTS], layer * setup[at.EXPERTS]
     uses, held, wanted = doubles(setup[at.USES], slots), int64s(setup[at.HELD], slots), int32s(setup[at.LIST], experts)
     slot_of = int64s(setup[at.SLOT_OF], setup[at.LAYERS] * experts)
-    counters[at.ANSWERED] = counters[at.FINISHED] = 0
-    counters[at.BASE] = load(shared + END)
-    counters[at.WINDOW_FROM] = (counters[at.WINDOW_FROM] + at.WINDOW) % slots if slots > at.WINDOW else 0
-    counters[at.CLOCK] += 1
-    now, posted = counters[at.CLOCK] / setup[at.HALF_LIFE], 0
-    known = 0 <= layer < setup[at.LAYERS]
-    # slots of this request are held before the first is evicted
-    for i in range(count if known else 0):
+    for i in range(count):
         expert = np.int64(wanted[i])
-        slot = slot_of[layer * experts + expert] if 0 <= expert < experts else -1
+        slot = slot_of[first + expert] if 0 <= expert < experts else -1
         if slot >= 0:
             held[slot] = number
             if not streamed:
                 _count_use(uses, slot, now)
             counters[at.HITS] += 1
-            _answer(setup, counters_at, number, expert, slot)
+            _answer(setup, setup[at.COUNTERS], number, expert, slot)
+
+
+@inlined
+def _post_misses(shared, setup, counters, number, layer, count, use, room):
+    """Post jobs for the experts of a request that have no slot, and return their number; answer those that are wrong."""
+    experts, slots, posted = setup[at.EXPERTS], setup[at.SLOTS], 0
+    held, wanted = int64s(setup[at.HELD], slots), int32s(setup[at.LIST], experts)
+    slot_of = int64s(setup[at.SLOT_OF], setup[at.LAYERS] * experts)
     for i in range(count):
         expert, code = np.int64(wanted[i]), 0
-        if not known or not 0 <= expert < experts:
-            code = at.BAD_EXPERT if known else at.BAD_LAYER
+        if not 0 <= layer < setup[at.LAYERS]:
+            code = at.BAD_LAYER
+        elif not 0 <= expert < experts:
+            code = at.BAD_EXPERT
         else:
             slot = slot_of[layer * experts + expert]
             if slot >= 0 and held[slot] == number:
                 continue
-            if posted == 0:
-                began = polling.now_ns(shared, polling.MONOTONIC, room)
-            use = at.NEVER_USED if streamed else now
             if _post_job(shared, setup, counters, number, posted, layer, expert, use, room):
                 posted += 1
             else:
                 code = at.NO_SLOT
         if code != 0:
-            _record_failure(counters_at, code, layer, expert, 0)
-            _answer(setup, counters_at, number, 0, -1)
+            _record_failure(setup[at.COUNTERS], code, layer, expert, 0)
+            _answer(setup, setup[at.COUNTERS], number, 0, -1)
+    return posted
+
+
+@inlined
+def _serve_request(shared, number, room):
+    """Answer the experts that have a slot, post jobs for the others, help to read them, and wait for the last one."""
+    setup = int64s(load(shared + SETUP), at.SETUP_WORDS)
+    counters_at, header, slots = setup[at.COUNTERS], int32s(setup[at.HEADER], 4), setup[at.SLOTS]
+    counters = int64s(counters_at, at.COUNTER_WORDS)
+    layer, count, streamed = np.int64(header[0]), min(np.int64(header[1]), setup[at.EXPERTS]), header[2] != 0
+    header[3] = number
+    counters[at.ANSWERED] = counters[at.FINISHED] = 0
+    counters[at.BASE] = load(shared + END)
+    counters[at.WINDOW_FROM] = (counters[at.WINDOW_FROM] + at.WINDOW) % slots if slots > at.WINDOW else 0
+    counters[at.CLOCK] += 1
+    now = counters[at.CLOCK] / setup[at.HALF_LIFE]
+    # before the first expert is evicted
+    if 0 <= layer < setup[at.LAYERS]:
+        _answer_hits(setup, counters, number, layer, count, streamed, now)
+    began = polling.now_ns(shared, polling.MONOTONIC, room)
+    posted = _post_misses(shared, setup, counters, number, layer, count, at.NEVER_USED if streamed else now, room)
     if posted > 0:
         if load(shared + polling.SLEEPERS) != 0:
             polling.wake_all(shared)

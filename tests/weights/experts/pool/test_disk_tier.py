@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from auraflux.errors import ExpertError, FormatError, SettingsError
+from auraflux.ops import exact
 from auraflux.ops.moe.cpu import read_setup
 from auraflux.ops.simd.crc32 import advance_table, step_table
 from auraflux.weights.experts.packed_files import ExpertFiles
 from auraflux.weights.experts.pool.disk_tier import DiskTier
+from auraflux.weights.experts.resident import ResidentExperts
+from auraflux.weights.experts.settings import ExpertSettings, plan_expert_cache
+from auraflux.weights.experts.store import ExpertStore
 from tests.weights.experts.packed import COUNT, write_experts
 
 LAYERS, K = 2, 3
@@ -206,6 +210,27 @@ def test_too_many_experts_are_refused(tmp_path: Path):
     files = write_experts(tmp_path, 1, 1025, 64, 64, lanes=1, distinct=1)[0]
     with pytest.raises(SettingsError, match="a layer has 1025 experts; below a GPU up to 1024 can be on disk"):
         tier_of(files, K)
+
+
+def test_a_store_with_a_pool_equals_resident_experts(tmp_path: Path):
+    """As ranks on GPUs use it, here with the reference kernels on a CPU."""
+    files, resident = write_experts(tmp_path, LAYERS, lanes=1)
+    each = sum(file.stride for file in files.files)
+    store = ExpertStore(files, plan_expert_cache(files, K, 5 * each, "direct"))
+    store.pool = store._make_pool(6 * each, ExpertSettings())
+    layers = [store.layer(file.module, COUNT, 64, 128, {}, None) for file in files.files]
+    store.finish()
+    assert any("are on disk" in note for note in store.notes)
+    for tokens in (1, 2, 3, 1):
+        ids = torch.stack([torch.randperm(COUNT)[:K] for _ in range(tokens)]).int()
+        ids[-1, -1] = -1
+        x = torch.randn(tokens, 64)
+        for mine, theirs in zip(layers, resident, strict=True):
+            mine.fetch(ids)
+            with exact(True):
+                found, expected = (each.partial_sum(x, ids, torch.ones(tokens, K)) for each in (mine, ResidentExperts(theirs)))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert store.cache_stats().total.from_disk > 0
 
 
 def test_the_crc_of_pieces():

@@ -82,7 +82,7 @@ def replayed(given: MixtureInput, graph: torch.cuda.CUDAGraph) -> MixtureInput:
 
 @pytest.mark.parametrize(("slots", "host"), [(4, 4), (4, COUNT), (8, COUNT), (COUNT, COUNT)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_store_on_a_gpu_is_bitwise_equal_to_resident_experts(model, slots: int, host: int, dtype: torch.dtype):
+def test_a_store_on_a_gpu_equals_resident_experts(model, slots: int, host: int, dtype: torch.dtype):
     """As ranks use it: without a plan of the GPU's memory."""
     files, resident = model
     each = sum(file.stride for file in files.files)
@@ -90,13 +90,19 @@ def test_a_store_on_a_gpu_is_bitwise_equal_to_resident_experts(model, slots: int
     store = ExpertStore(files, plan, device="cuda", host_nbytes=host * each)
     layers = [store.layer(file.module, COUNT, HIDDEN, INNER, {}, None) for file in files.files]
     store.finish()
+    assert store.pool is not None
     for tokens in (1, 1, 30, 1, 2, 200, 1):
         ids = torch.stack([torch.randperm(COUNT)[: ROUTING.k] for _ in range(tokens)]).int().cuda()
         x, weights = torch.randn(tokens, HIDDEN, device="cuda", dtype=dtype), torch.rand(tokens, ROUTING.k, device="cuda")
         for mine, theirs in zip(layers, resident, strict=True):
             mine.fetch(ids)
-            assert torch.equal(mine(x, ids, weights), theirs(x, ids, weights)), tokens
+            found, expected = mine(x, ids, weights), theirs(x, ids, weights)
             assert torch.equal(mine.partial_sum(x, ids, weights), theirs.partial_sum(x, ids, weights)), tokens
+            if store.pool.streams(ids.numel()):
+                # a stream stores the outputs of experts and sums them with another kernel
+                assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 4e-3, tokens
+            else:
+                assert torch.equal(found, expected), tokens
 
 
 def failure(store: GpuExpertPool) -> str | None:
