@@ -138,6 +138,7 @@ class Engine:
                 tokens = [token for each in ids for token in each]
                 flat = to_device(tokens + tokens[-1:] * (batch.padding or 0), self.device)
                 hidden = self.graphs.prefill(batch, flat) if padded else self.graphs.run_uncaptured(batch, flat)
+                self.graphs.check_step()
                 batch.drop_padding()
                 return hidden[: len(tokens)]
         except BaseException:
@@ -222,6 +223,7 @@ class Engine:
             with device_memory():
                 flat = to_device(chunk + chunk[-1:] * (size - len(chunk)), self.device)
                 logits = self.graphs.decode_mixed(mixed, ids, flat)
+                self.graphs.check_step()
                 prefill.drop_padding()
                 return logits
         except BaseException:

@@ -65,6 +65,7 @@ class GraphRunner:
     warming_up       whether the last step was slower than its successors will be: it compiled kernels or captured a graph
     max_tokens       tokens of the longest step that is captured; None for any length. Longer ones stream their experts
     before_step      called with the number of tokens before a step runs or is replayed
+    after_step       called after every step, which it may fail; the next step waits for it
     """
 
     def __init__(self, runner: ModelRunner, graphs: bool):
@@ -74,6 +75,7 @@ class GraphRunner:
         self.warming_up = False
         self.max_tokens: int | None = None
         self.before_step: Callable[[int], None] | None = None
+        self.after_step: Callable[[], None] | None = None
         self._steps: dict[Key, Step] = {}
         self._verify_steps: dict[Key, Step] = {}
         self._mixed: dict[MixedKey, Step] = {}
@@ -105,16 +107,23 @@ class GraphRunner:
         before = [sequence.length for sequence in batch.sequences]
         try:
             with device_memory():
-                return work()
+                found = work()
+                self.check_step()
+                return found
         except BaseException:
             batch.roll_back(before)
             raise
+
+    def check_step(self) -> None:
+        """Raise if the step that has just been launched fails."""
+        if self.after_step is not None:
+            self.after_step()
 
     @property
     def runs_ahead(self) -> bool:
         """Return whether a step may start before its tokens reach the host: a GPU computes while Python does other work."""
         # ranks synchronize within every step
-        return self.runner.device.type == "cuda" and self.runner.single_rank
+        return self.runner.device.type == "cuda" and self.runner.single_rank and self.after_step is None
 
     def _decode(self, batch: Batch, ids: list[int] | Tensor) -> Tensor:
         batch.extend([1] * len(batch.sequences))

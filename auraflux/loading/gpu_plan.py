@@ -1,4 +1,4 @@
-"""Memory plan of a model on one GPU: everything resident, or experts in host memory behind slots on the GPU."""
+"""Memory plan of a model on one GPU: everything resident, or experts in host memory or on disk behind slots on the GPU."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,12 +24,16 @@ from auraflux.loading.memory_budget import (
 )
 from auraflux.loading.model_source import ModelSource
 from auraflux.machine import free_nbytes
+from auraflux.weights.experts.packed_files import stride_of
 from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool, PoolPlan
 from auraflux.weights.experts.settings import ExpertSettings, format_nbytes, parse_nbytes
 from auraflux.weights.experts.store import check_packed_layout
 
 # addresses are reserved beyond the estimate, as formats with scales of any dtype are estimated by the smallest; pages are not
 HOST_SLACK = 1.5
+DISK_HOST_SHARE = (
+    0.9  # of the host memory that experts may use, for a cache of experts on disk: what is pinned is not given back
+)
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,14 @@ class GpuPlan:
     division  of the GPU's memory
     engine    sizes of the KV cache and of steps
     host      host memory that experts may use, in bytes
+    disk      host memory for a cache of the experts, which stay on disk; None if they do not
     """
 
     sizes: GpuSizes
     division: GpuDivision
     engine: EngineSizes
     host: int
+    disk: int | None = None
 
     @property
     def slots(self) -> int | None:
@@ -57,9 +63,11 @@ class GpuPlan:
 
     @property
     def pooled(self) -> ExpertSizes | None:
-        """Sizes of experts that go to host memory; None if they are resident, or if host memory has no room for all."""
+        """Sizes of experts that go to host memory; None if they are resident, on disk, or if host memory lacks room for all."""
         experts = self.sizes.experts
-        return experts if self.division.slots is not None and experts is not None and experts.host_nbytes <= self.host else None
+        if self.division.slots is None or experts is None or self.disk is not None or experts.host_nbytes > self.host:
+            return None
+        return experts
 
 
 @dataclass(frozen=True)
@@ -140,7 +148,25 @@ def plan_gpu(
     engine = planner.sizes(division.for_cache, share, division.chunk)
     division = replace(division, cache=planner.nbytes(engine))
     host = free_nbytes() - HOST_RESERVE_NBYTES if settings.host_memory is None else parse_nbytes(settings.host_memory)
-    return GpuPlan(sizes, division, engine, host)
+    plan = GpuPlan(sizes, division, engine, host)
+    on_disk = source.checkpoint.experts is not None and (settings.io == "direct" or plan.pooled is None)
+    return replace(plan, disk=_disk_cache(source, plan, settings)) if on_disk and division.slots is not None else plan
+
+
+def _disk_cache(source: ModelSource, plan: GpuPlan, settings: ExpertSettings) -> int:
+    """Return the host memory for a cache of experts on disk; refuse one that is too small for a token."""
+    experts, files = plan.sizes.experts, source.checkpoint.experts
+    assert experts is not None
+    assert files is not None
+    nbytes = int(DISK_HOST_SHARE * plan.host) if settings.host_memory is None else plan.host
+    # with biases an expert can be longer than in its file
+    each = max(stride_of(experts.nbytes), max(file.stride for file in files.files))
+    if nbytes < experts.k * each:
+        raise SettingsError(
+            f"{format_nbytes(max(0, nbytes))} of host memory for experts is too little: a token uses {experts.k} experts of "
+            f"{format_nbytes(each)}. Give --expert-host-memory {format_nbytes(experts.k * each)} or more."
+        )
+    return min(nbytes, experts.layers * experts.count * each)
 
 
 def plan_gpu_memory(
@@ -163,7 +189,9 @@ def plan_gpu_memory(
         _check_unpacked(source, settings)
     if packed and settings.io != "auto":
         sizes = gpu_sizes(checkpoint, source.module.rename, source.config.hidden, bits)
-        return plan_memory(source, device, total - sizes.weights, requested, settings, None)
+        if settings.io == "mapped":
+            return plan_memory(source, device, total - sizes.weights, requested, settings, None)
+        settings = replace(settings, memory=settings.nbytes(max(0, total - sizes.weights)))
     plan = plan_gpu(source, total, requested, settings, bits=bits, capped=capped, other_models=other_models)
     dtype = activation_dtype(device)
     budget = MemoryBudget(source.shapes, None, None, settings, dtype, plan.engine)
@@ -175,9 +203,9 @@ def plan_gpu_memory(
         if checkpoint.experts is not None:
             check_packed_layout(checkpoint.experts, device)
         return replace(budget, pool=make_pool(pooled, plan.division.slots, device, settings))
-    if packed:
-        disk = replace(settings, memory=plan.division.slots)
-        return plan_memory(source, device, plan.division.free, replace(requested, chunk=plan.division.chunk), disk, None)
+    if plan.disk is not None and checkpoint.experts is not None:
+        check_packed_layout(checkpoint.experts, device)
+        return replace(budget, pool=_make_disk_pool(plan, plan.disk, device, settings))
     assert plan.sizes.experts is not None
     raise SettingsError(
         f"not all experts of {source.path} fit into GPU memory, and in host memory they need "
@@ -195,6 +223,18 @@ def make_pool(
     """Make an empty pool with so many bytes of slots."""
     sizes = experts.layers, experts.count, experts.k, slots, int(HOST_SLACK * experts.host_nbytes)
     return GpuExpertPool(PoolPlan(*sizes, cpu=settings.compute == "auto", verify=settings.verify), device)
+
+
+def _make_disk_pool(plan: GpuPlan, host: int, device: torch.device, settings: ExpertSettings) -> GpuExpertPool:
+    """Make an empty pool of experts on disk, with so many bytes of host memory."""
+    experts, slots = plan.sizes.experts, plan.division.slots
+    assert experts is not None
+    assert slots is not None
+    more: dict[str, Any] = {"cpu": False, "verify": settings.verify, "disk": True, "disk_bandwidth": settings.disk_bandwidth}
+    pool = GpuExpertPool(PoolPlan(experts.layers, experts.count, experts.k, slots, host, **more), device)
+    if settings.prefetch:
+        pool.notes.append("experts: a GPU asks for experts on disk when it needs them; --expert-prefetch has no effect.")
+    return pool
 
 
 def check_host_memory(experts: ExpertSizes, free: int) -> None:

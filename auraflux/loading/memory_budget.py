@@ -277,5 +277,4 @@ def open_experts(
             )
         return None
     share = plan_expert_cache(files, experts_per_token(checkpoint.config), settings.nbytes(free), settings.io)
-    host_slots = settings.host_nbytes(free_nbytes()) * files.count // files.nbytes
-    return ExpertStore(files, share, settings, device=device, host_slots=host_slots)
+    return ExpertStore(files, share, settings, device=device, host_nbytes=settings.host_nbytes(free_nbytes()))

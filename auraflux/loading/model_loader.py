@@ -127,7 +127,9 @@ class ModelLoader:
         """Load the saved key calibration of the model, or measure it."""
         source, experts, device, leader = self.source, self.budget.experts, self.device, self.leader
         nbytes = loaded_nbytes(source.checkpoint.sizes())
-        count = calibration.calibration_tokens(nbytes, device, experts is not None and not experts.resident)
+        pool = self.budget.pool
+        on_disk = (experts is not None and not experts.resident) or (pool is not None and pool.tier is not None)
+        count = calibration.calibration_tokens(nbytes, device, on_disk)
         run = model if leader is None else leader.calibration_model(model)
         return calibration.load_or_calibrate(
             self.options.calibrate,
@@ -171,6 +173,8 @@ class ModelLoader:
             if pool is not None:
                 engine.graphs.max_tokens, engine.graphs.before_step = pool.max_captured_tokens, pool.before_step
                 engine.take_memory = pool.give_up
+                if pool.tier is not None:
+                    engine.graphs.after_step = pool.check
             if engine.batch_invariant:
                 engine.try_token()
         return engine
@@ -243,6 +247,7 @@ def make_model(
     model = module.Model(config, weights)
     weights.check_loaded()
     model.notes = weights.notes()
-    if pool is not None:
-        pool.finish()
+    for each in (pool, experts):
+        if each is not None:
+            each.finish()
     return model

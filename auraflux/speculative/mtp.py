@@ -141,7 +141,9 @@ class MTPDrafter:
         own = Cache([shape], settings, **sizes, dtype=cache.dtype, device=cache.device)
         runner = MTPRunner(engine.model, own, engine.runner.exact)
         runner.invariant = engine.runner.invariant
-        return cls(runner, engine.graphs.enabled)
+        made = cls(runner, engine.graphs.enabled)
+        made.graphs.after_step = engine.graphs.after_step
+        return made
 
     def begin(self) -> MTPProposer:
         """Return the proposer of a new sequence."""
@@ -232,7 +234,9 @@ class MTPDrafter:
                 pairs = self.model.mtp.join_inputs(self.model.embed_tokens(ids), hidden)
                 # up to the tokens of a verify step; the sizes of prompts hardly recur
                 recurs = len(set(counts)) == 1 and counts[0] <= MAX_DRAFT_TOKENS + 1
-                return self.graphs.replay(batch, pairs) if recurs else self.runner.run_captured(pairs, batch)
+                found = self.graphs.replay(batch, pairs) if recurs else self.runner.run_captured(pairs, batch)
+                self.graphs.check_step()
+                return found
         except BaseException:
             batch.roll_back(before)
             raise

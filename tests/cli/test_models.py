@@ -11,10 +11,11 @@ import torch
 from click.testing import CliRunner, Result
 
 from auraflux.cli import main
+from auraflux.loading import gpu_plan
 from auraflux.tokenizer.tokenizer import Tokenizer
 from auraflux.weights.download import pull as fetching
 from tests.engine.tiny import tiny
-from tests.weights.experts.packed_folders import hf_folder
+from tests.weights.experts.packed_folders import converted, hf_folder, packed
 from tests.weights.formats.gguf_files import llama_tensors, write_gguf
 from tests.weights.formats.quantized_folders import FOLDERS, rewrite
 
@@ -231,6 +232,21 @@ def test_convert_notes_a_missing_tokenizer(model: Path, tmp_path):
     assert done.exit_code == 0
     assert done.stderr.startswith("note: the tokenizer was not converted.")
     assert not (tmp_path / "mlx" / "tokenizer.json").exists()
+
+
+def test_inspect_shows_experts_on_disk_below_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = packed(converted(hf_folder(tmp_path / "hf"), tmp_path / "mlx", bits=4, group=32), tmp_path / "packed", lanes=1)
+    options = "inspect", folder, "--gpu-memory", "8GB", "--expert-memory", "90kB"
+    assert json.loads(call(*options, "--json").stdout)["gpu_memory"]["disk_cache_nbytes"] is None
+    monkeypatch.setattr(gpu_plan, "free_nbytes", lambda: 10**9 + 10**5)
+    found = json.loads(call(*options, "--json").stdout)["gpu_memory"]
+    assert found["disk_cache_nbytes"] == 90_000
+    printed = " ".join(call(*options).stdout.split())
+    assert "runs with experts on disk" in printed
+    assert "expert cache" in printed
+    assert "% of all experts" in printed
+    monkeypatch.setattr(gpu_plan, "free_nbytes", lambda: 10**9 + 10**4)
+    assert "Give --expert-host-memory" in call(*options).stdout.replace("\n", " ")
 
 
 def test_inspect_and_plan_divide_gpu_memory(tmp_path: Path):

@@ -1,5 +1,6 @@
 """Memory plans of a tiny mixture on a GPU, and a model with its experts in a pool."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from auraflux.loading import gpu_plan, load
 from auraflux.loading.gpu_plan import GpuPlan, plan_gpu, plan_gpu_memory
 from auraflux.loading.memory_budget import RequestedSizes
 from auraflux.loading.model_source import ModelSource
+from auraflux.weights.experts.packed_files import stride_of
 from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
 from auraflux.weights.experts.settings import ExpertSettings
 from tests.weights.experts.packed_folders import converted, hf_folder, packed
@@ -98,11 +100,23 @@ def test_packed_model(packed_mixture: Path, monkeypatch: pytest.MonkeyPatch):
     pooled = plan_gpu_memory(source, CPU, total, SIZES, ExpertSettings())
     assert pooled.experts is None
     assert pooled.pool is not None
-    monkeypatch.setattr(gpu_plan, "free_nbytes", lambda: 10**9)
+    assert pooled.pool.tier is None
+    sizes = plan_gpu(source, 10**12, SIZES).sizes.experts
+    assert sizes is not None
+    direct = plan_gpu_memory(source, CPU, 10**12, SIZES, ExpertSettings(sizes.total // 2, io="direct"))
+    assert direct.pool is not None
+    assert direct.pool.tier is not None
+    monkeypatch.setattr(gpu_plan, "free_nbytes", lambda: 10**9 + 10**5)
     disk = plan_gpu_memory(source, CPU, total, SIZES, ExpertSettings())
-    assert disk.pool is None
-    assert disk.experts is not None
-    assert not disk.experts.resident
+    assert disk.pool is not None
+    assert disk.pool.tier is not None
+    assert disk.experts is None
+    assert disk.pool.plan.host == 9 * 10**4
+    asked = plan_gpu_memory(source, CPU, total, SIZES, ExpertSettings(host_memory=10**5))
+    assert asked.pool is not None
+    assert asked.pool.plan.host == 10**5
+    with pytest.raises(SettingsError, match=r"a token uses 2 experts of .* Give --expert-host-memory .* or more"):
+        plan_gpu_memory(source, CPU, total, SIZES, ExpertSettings(host_memory=10**3))
 
 
 def test_gpu_memory_needs_a_gpu(mixture: Path):
@@ -110,19 +124,22 @@ def test_gpu_memory_needs_a_gpu(mixture: Path):
         load.load(mixture, device="cpu", gpu_memory="8GB")
 
 
-@pytest.mark.parametrize("kind", ["hf", "packed"])
+@pytest.mark.parametrize("kind", ["hf", "packed", "disk"])
 def test_model_with_pooled_experts(kind: str, mixture: Path, packed_mixture: Path, monkeypatch: pytest.MonkeyPatch):
-    path = {"hf": mixture, "packed": packed_mixture}[kind]
+    path = {"hf": mixture, "packed": packed_mixture, "disk": packed_mixture}[kind]
     options = {"device": "cpu", "kv": "none", "exact": True, "max_sequences": 2}
     ids = [5, 17]
     expected = load.load(path, **options).logits(ids)
     # a CPU holds dense experts in float32
-    slots = {"hf": 9, "packed": 6}[kind]
+    slots = {"hf": 9, "packed": 6, "disk": 6}[kind]
     sizes = plan_gpu(source_of(path), 10**12, SIZES).sizes.experts
     assert sizes is not None
 
     def pooled(source, device, free, requested, experts, leader):
-        return plan_gpu_memory(source, device, 10**12, requested, ExpertSettings(slots * sizes.nbytes))
+        settings = ExpertSettings(slots * sizes.nbytes)
+        if kind == "disk":
+            settings = replace(settings, io="direct", host_memory=4 * stride_of(sizes.nbytes))
+        return plan_gpu_memory(source, device, 10**12, requested, settings)
 
     monkeypatch.setattr(load, "plan_memory", pooled)
     model = load.load(path, **options)
@@ -133,3 +150,4 @@ def test_model_with_pooled_experts(kind: str, mixture: Path, packed_mixture: Pat
     assert model.experts.cache_stats().total.misses > 0
     assert len(list(model.tokens(ids, max_tokens=4, ignore_eos=True))) == 4
     assert model.stats.experts is not None
+    assert (model.experts.cache_stats().total.from_disk > 0) == (kind == "disk")

@@ -61,15 +61,17 @@ def parse_shape(text: str) -> Shape:
     return Shape(*map(int, text.split(",")))
 
 
-def build(folder: Path, shape: Shape, layers: int, advance: Callable[[int], None] = lambda nbytes: None) -> ExpertFiles:
-    """Write the experts of some layers, and drop them from the page cache."""
+def build(
+    folder: Path, shape: Shape, layers: int, advance: Callable[[int], None] = lambda nbytes: None, lanes: int = ISA.lanes
+) -> ExpertFiles:
+    """Write the experts of some layers with so many interleaved rows, and drop them from the page cache."""
     needed, free = layers * shape.count * shape.expert_nbytes, shutil.disk_usage(folder).free
     if needed * DISK_FACTOR > free:
         raise InputError(
             f"{layers} layers of experts take {needed / 1e9:.1f} GB, and the disk of {folder} has {free / 1e9:.1f} GB free. "
             "Use fewer --layers, or another --scratch folder."
         )
-    like = _expert(shape)
+    like = _expert(shape, lanes)
     home = folder / packed_files.FOLDER
     home.mkdir()
     entries = []
@@ -92,12 +94,12 @@ def build(folder: Path, shape: Shape, layers: int, advance: Callable[[int], None
     return open_experts(folder)
 
 
-def _expert(shape: Shape) -> dict[str, QTensor]:
+def _expert(shape: Shape, lanes: int) -> dict[str, QTensor]:
     """Make one expert; the others share its scales and have their own codes."""
     torch.manual_seed(0)
     widths = {"gate": (shape.inner, shape.hidden), "up": (shape.inner, shape.hidden), "down": (shape.hidden, shape.inner)}
     return {
-        kind: quantize((torch.randn(rows, width) / width**0.5).bfloat16(), BITS, GROUP).interleave(ISA.lanes)
+        kind: quantize((torch.randn(rows, width) / width**0.5).bfloat16(), BITS, GROUP).interleave(lanes)
         for kind, (rows, width) in widths.items()
     }
 

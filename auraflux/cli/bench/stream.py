@@ -15,7 +15,6 @@ from auraflux.cli.options.command import Command
 from auraflux.errors import InputError
 
 if TYPE_CHECKING:
-    from auraflux.bench.offload.measure import Run
     from auraflux.bench.offload.random_experts import Shape
     from auraflux.weights.experts.packed_files import ExpertFiles
 
@@ -33,6 +32,15 @@ BAR = 30  # characters of the longest bar
 )
 @click.option("--layers", type=click.IntRange(min=1), default=4, show_default=True, help="MoE layers to build.")
 @click.option("--budget", default="25%", show_default=True, help="Memory for experts: a share of all, or a size such as 1GB.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Compute on the CPU, or on a GPU whose slots are above the memory for experts.",
+)
+@click.option("--slots", default="10%", show_default=True, help="With --device cuda: GPU memory for experts, like --budget.")
+@click.option("--disk", metavar="SIZE", help="With --device cuda: simulate a disk of this bandwidth, such as 3GB.")
 @click.option("--scratch", type=click.Path(path_type=Path), help="Folder on the disk to measure; by default the system's /tmp.")
 @click.option("--tokens", type=click.IntRange(min=1), default=16, show_default=True, help="Tokens of each round.")
 @click.option(
@@ -51,6 +59,9 @@ def bench_stream(
     shape_text: str,
     layers: int,
     budget: str,
+    device: str,
+    slots: str,
+    disk: str | None,
     scratch: Path | None,
     tokens: int,
     traces: tuple[str, ...],
@@ -63,12 +74,18 @@ def bench_stream(
     Builds layers of random experts in a scratch folder, which is removed afterwards. Only the MoE layers run. The disk's raw
     bandwidth is that of the same reads without compute. Mapped files get the same memory: pages that would not fit are dropped
     between calls. "Next router run early" predicts 80% of the next layer's experts.
+
+    On a GPU the layers are replayed as a CUDA graph, and missing experts are read into host memory and copied into slots.
     """
     from auraflux.bench.offload.random_experts import parse_shape
+    from auraflux.bench.parity import check_device
     from auraflux.bench.report import place
     from auraflux.bench.report import save as write
     from auraflux.machine import load, this_machine
 
+    check_device(device)
+    if device == "cpu" and disk is not None:
+        raise InputError("--disk needs --device cuda: on the CPU the real disk is measured.")
     shape = parse_shape(shape_text)
     home = Path(tempfile.gettempdir()) if scratch is None else scratch
     if not home.is_dir():
@@ -76,9 +93,13 @@ def bench_stream(
     target = place(save, f"stream-{shape_text.replace(',', '-')}-{this_machine().slug}") if save is not None else None
     before = load()
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="auraflux-stream-", dir=home) as folder:
-        files = _build(Path(folder), shape, layers)
+        files = _build(Path(folder), shape, layers, device)
         granted = parse_budget(budget, files.nbytes)
-        found, notes = _measure(files, shape, granted, tokens, traces, repeat)
+        if device == "cpu":
+            found, notes = _measure(files, shape, granted, tokens, traces, repeat)
+        else:
+            memory = parse_budget(slots, files.nbytes), granted
+            found, notes = _measure_on_gpu(files, shape, memory, disk, tokens, traces, repeat)
         document = _document(files, shape_text, shape, granted, tokens, before, found, notes)
     if target is not None:
         write(document, target)
@@ -103,8 +124,9 @@ def parse_budget(text: str, whole: int) -> int:
     return int(whole * share / 100)
 
 
-def _build(folder: Path, shape: "Shape", layers: int) -> "ExpertFiles":
+def _build(folder: Path, shape: "Shape", layers: int, device: str) -> "ExpertFiles":
     from auraflux.bench.offload.random_experts import build
+    from auraflux.ops.simd.isa import ISA
     from auraflux.progress import on_terminal
 
     done, total = 0, layers * shape.count * shape.expert_nbytes
@@ -115,23 +137,49 @@ def _build(folder: Path, shape: "Shape", layers: int) -> "ExpertFiles":
             done += nbytes
             report("building experts", done, total)
 
-        return build(folder, shape, layers, advance)
+        return build(folder, shape, layers, advance, ISA.lanes if device == "cpu" else 1)
 
 
 def _measure(
     files: "ExpertFiles", shape: "Shape", budget: int, tokens: int, traces: tuple[str, ...], repeat: int
-) -> tuple["list[Run]", list[str]]:
+) -> tuple[list[dict[str, Any]], list[str]]:
     from rich.console import Console
 
-    from auraflux.bench.offload.measure import measure
+    from auraflux.bench.offload.measure import measure, rows
+
+    notes = _reader_notes(files)
+    with Console(stderr=True).status("") as status:
+        return rows(list(measure(files, shape, budget, tokens, list(dict.fromkeys(traces)), repeat, status.update))), notes
+
+
+def _measure_on_gpu(
+    files: "ExpertFiles",
+    shape: "Shape",
+    memory: tuple[int, int],
+    disk: str | None,
+    tokens: int,
+    traces: tuple[str, ...],
+    repeat: int,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    from rich.console import Console
+
+    from auraflux.bench.offload.gpu_stream import GpuRun, measure
+    from auraflux.weights.experts.settings import parse_nbytes
+
+    run, notes = GpuRun(*memory, None if disk is None else max(1, parse_nbytes(disk))), _reader_notes(files)
+    if disk is not None:
+        notes.append(f"a disk of {disk}/s is simulated.")
+    with Console(stderr=True).status("") as status:
+        return list(measure(files, shape, run, tokens, list(dict.fromkeys(traces)), repeat, status.update)), notes
+
+
+def _reader_notes(files: "ExpertFiles") -> list[str]:
     from auraflux.weights.experts.disk_reader import DiskReader
 
     reader = DiskReader(verify=False)
     reader.open_files(files.files)
-    notes = list(reader.notes)
     reader.close()
-    with Console(stderr=True).status("") as status:
-        return list(measure(files, shape, budget, tokens, list(dict.fromkeys(traces)), repeat, status.update)), notes
+    return list(reader.notes)
 
 
 def _document(
@@ -141,14 +189,13 @@ def _document(
     budget: int,
     tokens: int,
     load_before: float,
-    found: "list[Run]",
+    found: list[dict[str, Any]],
     notes: list[str],
 ) -> dict[str, Any]:
     import platform
     from datetime import UTC, datetime
 
     import auraflux
-    from auraflux.bench.offload.measure import rows
     from auraflux.bench.report import PACKAGES, commit
     from auraflux.machine import this_machine, versions
 
@@ -165,7 +212,7 @@ def _document(
         "budget_nbytes": budget,
         "tokens": tokens,
         "notes": notes,
-        "results": rows(found),
+        "results": found,
     }
 
 
@@ -187,6 +234,9 @@ def _show(document: dict[str, Any]) -> None:
         console.print(f"note: {note}")
     if warning := busy(document):
         console.print(f"{warning}: rates are too low")
+    if document["results"][0]["who"] == "gpu":
+        _show_gpu(console, document["results"])
+        return
     for trace in dict.fromkeys(row["trace"] for row in document["results"]):
         table = Table("", title=f"{trace} choice of experts", title_justify="left")
         for title in ("tokens/s", "read GB/s", "disk GB/s", "of disk", "best", "hits", "prefetched", "stalled", "x mapped"):
@@ -199,6 +249,30 @@ def _show(document: dict[str, Any]) -> None:
             bar = "█" * max(1, round(BAR * row["tokens_per_s"] / most))
             table.add_row(row["who"], *_figures(row), f"[{colour}]{bar}[/{colour}]")
         console.print(table)
+
+
+def _show_gpu(console: Any, rows: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    first = rows[0]
+    console.print(f"slots for {first['gpu_slots']} experts on the GPU and for {first['host_slots']} in host memory")
+    table = Table("choice of experts")
+    titles = "tokens/s", "misses/token", "from disk", "MB/token", "read GB/s", "disk GB/s", "of disk", "best"
+    for title in titles:
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(
+            row["trace"],
+            f"{row['tokens_per_s']:.2f}",
+            f"{row['misses_per_token']:.1f}",
+            f"{row['disk_reads_per_token']:.1f}",
+            f"{row['read_mb_per_token']:.0f}",
+            f"{row['read_gb_per_s']:.2f}",
+            f"{row['raw_gb_per_s']:.2f}",
+            f"{row['raw_share']:.0%}",
+            f"{row['best_raw_share']:.0%}",
+        )
+    console.print(table)
 
 
 def _figures(row: dict[str, Any]) -> list[str]:

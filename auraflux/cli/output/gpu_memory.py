@@ -63,6 +63,7 @@ def _document(plan: "GpuPlan") -> dict[str, Any]:
         "experts_nbytes": None if experts is None else experts.total,
         "host_nbytes": None if plan.slots is None or experts is None else experts.host_nbytes,
         "host_free_nbytes": plan.host,
+        "disk_cache_nbytes": plan.disk,
     }
 
 
@@ -85,7 +86,11 @@ def show(console: Any, found: dict[str, Any], model: str) -> None:
         table.add_row(where, what, size(nbytes), f"{nbytes / total:.0%}", note)
         where = ""
     fits = True
-    if found["slots"] is not None:
+    if found["slots"] is not None and found["disk_cache_nbytes"] is not None:
+        cached = found["disk_cache_nbytes"] / max(1, found["experts_nbytes"])
+        table.add_row("host", "expert cache", size(found["disk_cache_nbytes"]), "", f"{min(1.0, cached):.0%} of all experts")
+        table.add_row("disk", "all experts", size(found["experts_nbytes"]), "", "")
+    elif found["slots"] is not None:
         fits = found["host_nbytes"] <= found["host_free_nbytes"]
         usable = size(max(0, found["host_free_nbytes"]))
         share = f"{found['host_nbytes'] / max(1, found['host_free_nbytes']):.0%}"
@@ -119,6 +124,12 @@ def _verdict(found: dict[str, Any], fits: bool) -> tuple[str, str | None]:
     """Return what the table means, and the options of a command that does it; None for a model that does not fit."""
     if found["slots"] is None:
         return "[green]fits[/green]: the whole model runs on the GPU.", "--device cuda"
+    if found["disk_cache_nbytes"] is not None:
+        return (
+            "[green]runs[/green] with experts on disk: experts of a token that neither the GPU nor host memory has are read "
+            "from disk.",
+            f"--gpu-memory {found['total_nbytes'] / 1e9:g}GB",
+        )
     if not fits:
         return (
             "[red]does not fit[/red]: the experts exceed the host memory that can be used. Run 'auraflux pack' on the model: a "

@@ -1,12 +1,16 @@
 """Inputs for experts in the slots of a pool: hits, misses and evictions, few and many tokens."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
 import torch
+from torch import Tensor
 
 from auraflux.ops._cases import Args, Case
 from auraflux.ops.moe._expert_cases import matrices
 from auraflux.ops.moe.experts import SharedExpert, blob_nbytes, blob_of
-from auraflux.ops.moe.pool import ExpertPool, aligned
-from auraflux.ops.moe.reference import fetch_experts, pooled_mixture
+from auraflux.ops.moe.pool import DiskMailbox, ExpertPool, aligned
+from auraflux.ops.moe.reference import fetch_experts, pooled_mixture, route
 from auraflux.ops.moe.routing import Routing
 
 BF16 = torch.bfloat16
@@ -56,12 +60,47 @@ def pooled(
     return made
 
 
+@dataclass(frozen=True, eq=False)
+class AnsweredDisk:
+    """Experts on disk whose readers have answered the first request before it comes."""
+
+    mailbox: DiskMailbox
+
+    def read(self, layer: int, experts: list[int]) -> Iterator[tuple[int, Tensor]]:
+        box = self.mailbox
+        box.request.add_(1)
+        box.header[:2] = torch.tensor([layer, len(experts)])
+        box.experts[: len(experts)] = torch.tensor(experts, dtype=torch.int32)
+        for answer in box.answers[: len(experts)].tolist():
+            yield answer >> 22 & 1023, box.slots[(answer & 0x3FFFFF) - 1]
+
+
+def on_disk(args: Args) -> Args:
+    """Return arguments with a pool whose experts are on disk; its host memory has slots for all."""
+    pool = args["pool"]
+    ids = args["ids"] if "ids" in args else route.reference(args["scores"], args["routing"], args.get("bias"))[0]
+    used = ids[ids >= 0].unique().tolist()
+    missing, size = [expert for expert in used if pool.slots[LAYER, expert] < 0], pool.memory.shape[1]
+    answers = torch.zeros(pool.slots.shape[1], dtype=torch.int64)
+    for place, expert in enumerate(missing):
+        answers[place] = 1 << 32 | expert << 22 | int(pool.offsets[LAYER, expert]) // size + 1
+    request, header, asked, late = (torch.zeros(count, dtype=torch.int32) for count in (1, 4, len(answers), 1))
+    failed, arrived, patience = answers.new_zeros(1), torch.zeros_like(answers), answers.new_tensor([10**9])
+    box = DiskMailbox(request, header, asked, answers, late, pool.host.view(-1, size), arrived, failed, patience)
+    return {**args, "pool": replace(pool, disk=AnsweredDisk(box))}
+
+
 SOFTMAX, FOUR = Routing(8, "softmax", True), Routing(4, "softmax", True)
 POOL_CASES = [
     Case(fetch_experts, "evicts", lambda: fetched(1, 8, 9, 13, 13)),
     Case(fetch_experts, "free-slots", lambda: fetched(2, 4, 9, 20, 12)),
     Case(fetch_experts, "all-cached", lambda: fetched(1, 4, 7, 21, 21)),
     Case(fetch_experts, "many-tokens", lambda: fetched(33, 4, 9, 11, 11)),
+    Case(fetch_experts, "disk-evicts", lambda: on_disk(fetched(1, 8, 9, 13, 13))),
+    Case(fetch_experts, "disk-many-tokens", lambda: on_disk(fetched(33, 4, 9, 11, 11))),
+    Case(pooled_mixture, "disk-one-token", lambda: on_disk(pooled(1, FOUR, 7, 64, 32, 9, 8, group=32)), tol=6e-3),
+    Case(pooled_mixture, "disk-256-wide", lambda: on_disk(pooled(1, SOFTMAX, 20, 256, 256, 24, 24)), tol=6e-3),
+    Case(pooled_mixture, "disk-60-tokens", lambda: on_disk(pooled(60, FOUR, 7, 64, 32, 9, 8, group=32)), tol=6e-3),
     Case(pooled_mixture, "one-token", lambda: pooled(1, SOFTMAX, 20, 256, 256, 24, 24), tol=6e-3),
     Case(pooled_mixture, "four-tokens", lambda: pooled(4, SOFTMAX, 20, 256, 256, 40, 24), tol=6e-3),
     Case(pooled_mixture, "sigmoid", lambda: pooled(2, Routing(6, "sigmoid", True, scale=2.5), 20, 256, 256, 24, 24), tol=6e-3),

@@ -4,15 +4,17 @@ The tables are on the device, so a decode step looks up, evicts and copies exper
 CUDA graph. Policy, all of it (`fetch_experts`):
 
 hit    `slots` has the expert's slot
-miss   the expert is copied from host memory into a free slot, or into that of the evicted expert
+miss   the expert is copied from host memory into a free slot, or into that of the evicted expert; with experts on disk,
+       threads read it into host memory first (`DiskMailbox`)
 evict  the least frequently used expert of any layer, where uses decay with a half-life of HALF_LIFE_TOKENS (LFU with decay);
        never one that the same step uses in the same layer
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -59,6 +61,48 @@ class CpuMailbox(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class DiskMailbox:
+    """Memory through which GPU kernels ask for experts that are on disk.
+
+    request  [1]     int32, number of the last request
+    header   [4]     int32, layer and number of experts of a request; 1 if it is of a prefill stream; one word of the readers
+    experts  [E]     int32, those of a request, each once
+    answers  [E]     int64, experts in the order in which they arrive: number of the request (31 bits), expert (10) and
+                     slot + 1 (22); a slot of 0 says that an expert cannot be read
+    late     [1]     int32, set by a kernel that waited too long
+    slots    [S, size]  uint8, host memory
+    arrived  [E]     int64 on the GPU: answers + 1 that all programs of a kernel see; 0 between kernels
+    failed   [1]     int64 on the GPU: an expert could not be read, so kernels ask for no more
+    patience [1]     int64 on the GPU: nanoseconds after which a kernel stops waiting
+
+    All but the last three are in pinned host memory. `read_loop.py` has the protocol.
+    """
+
+    request: Tensor
+    header: Tensor
+    experts: Tensor
+    answers: Tensor
+    late: Tensor
+    slots: Tensor
+    arrived: Tensor
+    failed: Tensor
+    patience: Tensor
+
+
+class DiskExperts(Protocol):
+    """Experts on disk behind a cache in host memory.
+
+    mailbox  for kernels
+    """
+
+    @property
+    def mailbox(self) -> DiskMailbox: ...
+
+    def read(self, layer: int, experts: list[int]) -> Iterator[tuple[int, Tensor]]:
+        """Yield experts as they arrive in host memory, with their bytes; those that cannot be read are left out."""
+
+
+@dataclass(frozen=True, eq=False)
 class ExpertPool:
     """Experts of L layers, E each, in S slots.
 
@@ -73,6 +117,7 @@ class ExpertPool:
     like        one expert's matrices and biases for each layer, for shapes and formats
     activation  of the experts, or None for silu
     mailbox     of CPU threads that compute experts of few tokens; None if all missing experts are fetched
+    disk        experts on disk; `host` then has a cache of them, and `offsets` are not used
     """
 
     memory: Tensor
@@ -85,6 +130,7 @@ class ExpertPool:
     like: list[dict[str, Stack]]
     activation: Activation | None = None
     mailbox: CpuMailbox | None = None
+    disk: DiskExperts | None = None
 
     def __post_init__(self) -> None:
         (slots, size), (layers, experts) = self.memory.shape, self.slots.shape
@@ -163,14 +209,18 @@ def fetch_experts(ids: Tensor, pool: ExpertPool, layer: int) -> Tensor:
     used, counts = ids[(ids >= 0) & (ids < experts)].unique(return_counts=True)
     now = int(pool.state[CLOCK]) / pool.half_life
     cached = pool.slots[layer, used.long()]
+    sources = _in_host_memory(pool, layer, used[cached < 0].tolist())
     costs = torch.where(pool.owners < 0, -torch.inf, pool.uses)
     costs[cached[cached >= 0].long()] = torch.inf
     for expert, count in zip(used.tolist(), counts.tolist(), strict=True):
         slot, new = int(pool.slots[layer, expert]), now + math.log2(count)
         if slot < 0:
+            if expert not in sources:
+                # it cannot be read from disk
+                continue
             slot = int(costs.argmin())
             costs[slot] = torch.inf
-            _place_expert(pool, layer, expert, slot)
+            _place_expert(pool, layer, expert, slot, sources[expert])
             pool.uses[slot] = new
         else:
             old = float(pool.uses[slot])
@@ -181,11 +231,19 @@ def fetch_experts(ids: Tensor, pool: ExpertPool, layer: int) -> Tensor:
     return torch.where(ids < 0, -1, found).int()
 
 
-def _place_expert(pool: ExpertPool, layer: int, expert: int, slot: int) -> None:
+def _in_host_memory(pool: ExpertPool, layer: int, experts: list[int]) -> dict[int, Tensor]:
+    """Return the bytes of experts in host memory, after they have been read from disk if necessary."""
+    nbytes = pool.nbytes[layer]
+    if pool.disk is not None:
+        return {expert: row[:nbytes] for expert, row in pool.disk.read(layer, experts)} if experts else {}
+    firsts = [int(pool.offsets[layer, expert]) for expert in experts]
+    return {expert: pool.host[first : first + nbytes] for expert, first in zip(experts, firsts, strict=True)}
+
+
+def _place_expert(pool: ExpertPool, layer: int, expert: int, slot: int, source: Tensor) -> None:
     """Copy an expert into a slot and update the tables."""
     evicted, experts = int(pool.owners[slot]), pool.slots.shape[1]
     if evicted >= 0:
         pool.slots[evicted // experts, evicted % experts] = -1
-    first, nbytes = int(pool.offsets[layer, expert]), pool.nbytes[layer]
-    pool.memory[slot, :nbytes] = pool.host[first : first + nbytes].to(pool.memory.device)
+    pool.memory[slot, : len(source)] = source.to(pool.memory.device)
     pool.slots[layer, expert], pool.owners[slot] = slot, layer * experts + expert

@@ -105,3 +105,14 @@ def call_libc(typingctx, function, first, second, third):
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), codegen
+
+
+@intrinsic
+def read_libc(typingctx, function, first, second, third, fourth):
+    """Call the libc function at an address with four words and return the word that it returns."""
+
+    def codegen(context, builder, signature, values):
+        kind = ir.FunctionType(WORD, [WORD] * 4)
+        return builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+
+    return types.int64(*[types.int64] * 5), codegen

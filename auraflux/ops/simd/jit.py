@@ -213,6 +213,7 @@ def _view(dtype: types.Type) -> Callable[..., Any]:
 
 
 floats, int32s, int64s = _view(types.float32), _view(types.int32), _view(types.int64)
+uint32s = _view(types.uint32)
 halves = _view(types.uint16)  # bit patterns of bf16 or f16
 octets = _view(types.uint8)
 doubles = _view(types.float64)

@@ -53,6 +53,26 @@ class Read:
 Chunk = tuple[Read, int, int]  # of a read, from start to stop
 
 
+def open_direct(path: Path) -> tuple[int, bool]:
+    """Open a file for O_DIRECT reads if the file system supports them; return its handle, and whether it does."""
+    if O_DIRECT:
+        handle = None
+        try:
+            handle = os.open(path, os.O_RDONLY | O_DIRECT)
+            # some file systems accept the flag and refuse the reads
+            os.preadv(handle, [mmap.mmap(-1, ALIGNMENT)], 0)
+            return handle, True
+        except OSError:
+            if handle is not None:
+                os.close(handle)
+    return os.open(path, os.O_RDONLY), False
+
+
+def not_direct(path: Path) -> str:
+    """Return the note for a file that is read through the page cache."""
+    return f"{path.parent} does not support O_DIRECT; experts are read through the page cache."
+
+
 class _ReadQueue:
     """State shared by the reader threads. They hold no reference to the reader, so that it can be collected while they wait.
 
@@ -158,20 +178,10 @@ class _ReadQueue:
             return found
 
     def _open(self, path: Path) -> tuple[int, bool]:
-        if self.direct and O_DIRECT:
-            handle = None
-            try:
-                handle = os.open(path, os.O_RDONLY | O_DIRECT)
-                # some file systems accept the flag and refuse the reads
-                os.preadv(handle, [mmap.mmap(-1, ALIGNMENT)], 0)
-                return handle, True
-            except OSError:
-                if handle is not None:
-                    os.close(handle)
-        note = f"{path.parent} does not support O_DIRECT; experts are read through the page cache."
-        if self.direct and note not in self.notes:
+        handle, direct = open_direct(path) if self.direct else (os.open(path, os.O_RDONLY), False)
+        if self.direct and not direct and (note := not_direct(path)) not in self.notes:
             self.notes.append(note)
-        return os.open(path, os.O_RDONLY), False
+        return handle, direct
 
     def close(self) -> None:
         """End all threads once the queues are empty."""

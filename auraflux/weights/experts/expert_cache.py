@@ -5,16 +5,15 @@ Policy, all of it:
 hit       the expert is in a slot, or on its way to one
 miss      `ExpertCache.request` takes a free slot or evicts, then starts a load
 evict     the least frequently used expert, where uses decay with a half-life of HALF_LIFE_TOKENS (LFU with decay); never one
-          that the current step needs, that is still loading, or that is pinned by a copy to the GPU
+          that the current step needs, or that is still loading
 prefetch  a request with low priority, see `OffloadedExperts.prefetch_last` and `prefetch_predicted` in `offloaded.py`
 
-Slots of pinned host memory are filled from disk (`disk_reader.py`), slots of GPU memory from a cache in host memory
-(`gpu_slots.py`).
+Slots are filled from disk by `disk_reader.py`. Experts below a GPU have another cache (`pool/disk_tier.py`).
 """
 
 import mmap
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,20 +44,14 @@ class Slots(Protocol):
 
     memory: Tensor
 
-    def load(self, expert: int, slot: int, prefetch: bool) -> Load | None:
-        """Start to load an expert into a slot; return None if no staging memory is free.
+    def load(self, expert: int, slot: int, prefetch: bool) -> Load:
+        """Start to load an expert into a slot.
 
         prefetch  with low priority, as no step waits for it yet
         """
 
     def prioritize(self, expert: int, load: Load) -> None:
         """Raise the priority of a prefetch that a step now waits for."""
-
-    def before_kernels(self, slots: Sequence[int]) -> None:
-        """Prepare slots for the kernels that are about to read them."""
-
-    def after_kernels(self, slots: Sequence[int]) -> None:
-        """Record that kernels which read slots have been launched."""
 
 
 class HostSlots:
@@ -81,12 +74,6 @@ class HostSlots:
     def prioritize(self, expert: int, load: Load) -> None:
         self.reader.prioritize(load)
 
-    def before_kernels(self, slots: Sequence[int]) -> None:
-        """Do nothing: a finished read is visible to CPU kernels."""
-
-    def after_kernels(self, slots: Sequence[int]) -> None:
-        """Do nothing: CPU kernels have finished when they return."""
-
 
 @dataclass(eq=False)
 class CachedExpert:
@@ -94,17 +81,15 @@ class CachedExpert:
 
     load        None once it has finished
     prefetched  no step has requested it yet
-    pins        copies to the GPU that read it
     """
 
     slot: int
     load: Load | None
     prefetched: bool
-    pins: int = 0
 
     @property
     def evictable(self) -> bool:
-        return self.pins == 0 and (self.load is None or self.load.poll())
+        return self.load is None or self.load.poll()
 
 
 class ExpertCache:
@@ -149,11 +134,7 @@ class ExpertCache:
         slot = self._free.pop() if self._free else self._evict(protected)
         if slot is None:
             return None
-        load = self.slots.load(expert, slot, prefetch)
-        if load is None:
-            self._free.append(slot)
-            return None
-        self._cached[expert] = made = CachedExpert(slot, load, prefetch)
+        self._cached[expert] = made = CachedExpert(slot, self.slots.load(expert, slot, prefetch), prefetch)
         return made
 
     def _evict(self, protected: Container[int]) -> int | None:

@@ -177,13 +177,16 @@ class _CheckpointExperts:
         return made
 
     def pooled_from(self, files: ExpertFiles, pool: GpuExpertPool) -> LayerExperts:
-        """Read all experts of a packed model into a pool."""
+        """Read all experts of a packed model into a pool, or leave them on disk below it."""
         file = files.file_of(self.name, self.count, self.hidden, self.inner)
         file.check()
         if blob_nbytes(file.like) != file.nbytes:
             raise FormatError(f"{file.path} holds arrays that are not aligned. Pack the model again.")
         biases = {kind: value.cpu() for kind, value in self.biases().items()}
         like: dict[str, Stored] = {**file.like, **{kind: value[0] for kind, value in biases.items()}}
+        if pool.tier is not None:
+            self.weights.advance(file.file_nbytes)
+            return pool.add_disk_layer(file, like, self.activation, biases)
 
         def load(rows: Tensor) -> None:
             read_blobs(file, rows, pool.plan.verify)

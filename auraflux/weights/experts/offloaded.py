@@ -208,13 +208,11 @@ class OffloadedExperts:
     def _run_loaded(self, x: Tensor, request: ExpertRequest, loaded: list[int], parts: Tensor) -> None:
         """Run loaded experts and write their outputs to `parts`."""
         slots = [self.cache[expert].slot for expert in loaded]
-        self.cache.slots.before_kernels(slots)
         for name, value in self.biases.items():
             for expert, slot in zip(loaded, slots, strict=True):
                 if self._bias_owners[slot] != expert:
                     getattr(self.stacks, name)[slot] = value[expert]
         expert_parts(x, self._slot_ids(request, dict(zip(loaded, slots, strict=True))), self.stacks, parts)
-        self.cache.slots.after_kernels(slots)
         for expert, slot in zip(loaded, slots, strict=True):
             self._bias_owners[slot] = expert
 

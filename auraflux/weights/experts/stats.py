@@ -36,6 +36,7 @@ class ExpertCacheStats:
     stall_s       seconds in which computation waited for experts
     draft_misses  misses caused by draft tokens alone
     on_cpu        misses that CPU threads computed for a GPU, instead of a fetch
+    from_disk     misses of a GPU's slots that host memory had not either
     """
 
     hits: int = 0
@@ -46,6 +47,7 @@ class ExpertCacheStats:
     stall_s: float = 0.0
     draft_misses: int = 0
     on_cpu: int = 0
+    from_disk: int = 0
 
     @property
     def hit_rate(self) -> float:

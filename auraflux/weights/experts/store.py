@@ -1,7 +1,7 @@
 """`ExpertStore`: the experts of a packed model within a memory budget.
 
 The budget is split evenly: every layer's cache has the same number of slots. If all experts fit well, their files are
-memory-mapped instead, and the page cache holds them.
+memory-mapped instead, and the page cache holds them. On a GPU the layers share the slots of a `GpuExpertPool`.
 """
 
 import zlib
@@ -13,10 +13,12 @@ from torch import Tensor
 
 from auraflux.errors import ExpertError, FormatError
 from auraflux.ops import Activation, Experts
+from auraflux.ops.moe.experts import Stack
 from auraflux.weights.experts.disk_reader import DiskReader
 from auraflux.weights.experts.expert_cache import ExpertCache, HostSlots
 from auraflux.weights.experts.offloaded import OffloadedExperts, OffloadPolicy
 from auraflux.weights.experts.packed_files import ExpertFile, ExpertFiles
+from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool, PooledExperts, PoolPlan
 from auraflux.weights.experts.resident import ResidentExperts
 from auraflux.weights.experts.settings import ExpertCachePlan, ExpertSettings, plan_expert_cache
 from auraflux.weights.experts.stats import ExpertCacheCounters, ExpertCacheStatsByLayer
@@ -26,7 +28,7 @@ class ExpertStore:
     """Experts of every layer of a model, and the statistics of their caches.
 
     plan        mapped files, or the number of cache slots per layer
-    host_slots  experts of each layer cached in host memory, behind the slots of a GPU
+    pool        of GPU slots, with the experts on disk below it; None on a CPU and for mapped files
     """
 
     def __init__(
@@ -36,21 +38,23 @@ class ExpertStore:
         settings: ExpertSettings = ExpertSettings(),  # noqa: B008
         *,
         device: torch.device | str = "cpu",
-        host_slots: int | None = None,
+        host_nbytes: int = 0,
     ):
         self.files, self.plan, self.verify, self.device = files, plan, settings.verify, torch.device(device)
         self.policy = OffloadPolicy(settings.hits_first, settings.ahead, settings.prefetch)
         self.notes = [f"experts: {plan.reason}."]
-        self._host_slots = min(max(host_slots or 0, plan.slots), files.count)
         self._counters: dict[str, ExpertCacheCounters] = {}
         self._previous: OffloadedExperts | None = None
         check_packed_layout(files, self.device)
         files.check()
-        self.reader = None if plan.mapped else DiskReader(verify=self.verify, bandwidth=settings.disk_bandwidth)
-        if self.reader is not None:
+        self.reader: DiskReader | None = None
+        self.pool: GpuExpertPool | None = None
+        if not plan.mapped and self.device.type == "cuda":
+            self.pool = self._make_pool(host_nbytes, settings)
+        elif not plan.mapped:
+            self.reader = DiskReader(verify=self.verify, bandwidth=settings.disk_bandwidth)
             self.reader.open_files(files.files)
             self.notes += self.reader.notes
-        self._stream = torch.cuda.Stream(self.device) if self.reader is not None and self.device.type == "cuda" else None
 
     @property
     def resident(self) -> bool:
@@ -59,32 +63,43 @@ class ExpertStore:
 
     def layer(
         self, module: str, count: int, hidden: int, inner: int, biases: Mapping[str, Tensor], activation: Activation | None
-    ) -> ResidentExperts | OffloadedExperts:
+    ) -> ResidentExperts | OffloadedExperts | PooledExperts:
         """Return the experts of one mixture layer. Call it for layers in the order in which they run."""
         file = self.files.file_of(module, count, hidden, inner)
+        if self.pool is not None:
+            on_host = {name: value.cpu() for name, value in biases.items()}
+            like: dict[str, Stack] = {**file.like, **{name: value[0] for name, value in on_host.items()}}
+            return self.pool.add_disk_layer(file, like, activation, on_host)
         if self.reader is None:
             return ResidentExperts(replace(_map_file(file, self.verify, self.device), **biases, activation=activation))
         counters = self._counters[module] = ExpertCacheCounters()
-        cache = self._make_cache(file, self.reader, counters)
+        cache = ExpertCache(HostSlots(file, self.plan.slots, self.reader, counters))
         made = OffloadedExperts(file, cache, self.reader, counters, self.policy, biases, activation)
         if self._previous is not None:
             self._previous.next_layer = made
         self._previous = made
         return made
 
-    def _make_cache(self, file: ExpertFile, reader: DiskReader, counters: ExpertCacheCounters) -> ExpertCache:
-        if self._stream is None:
-            return ExpertCache(HostSlots(file, self.plan.slots, reader, counters))
-        from auraflux.weights.experts.gpu_slots import GpuSlots, pin_memory
+    def _make_pool(self, host_nbytes: int, settings: ExpertSettings) -> GpuExpertPool:
+        """Make the pool of a GPU; host memory has room for at least as many experts as the slots."""
+        strides = [file.stride for file in self.files.files]
+        k, host = self.plan.min_nbytes // sum(strides), max(host_nbytes, self.plan.slots * max(strides))
+        sizes = len(strides), self.files.count, k, self.plan.nbytes, host
+        plan = PoolPlan(
+            *sizes, cpu=False, verify=settings.verify, disk=True, disk_bandwidth=settings.disk_bandwidth
+        )  # fmt: skip
+        return GpuExpertPool(plan, self.device)
 
-        host = HostSlots(file, self._host_slots, reader, counters)
-        note = "host memory for experts could not be pinned; copies to the GPU are slower."
-        if not pin_memory(host) and note not in self.notes:
-            self.notes.append(note)
-        return ExpertCache(GpuSlots(ExpertCache(host), self.plan.slots, self._stream))
+    def finish(self) -> None:
+        """Allocate the slots of a GPU after all layers."""
+        if self.pool is not None:
+            self.pool.finish()
+            self.notes += self.pool.notes
 
     def cache_stats(self) -> ExpertCacheStatsByLayer:
         """Return the statistics of all caches so far."""
+        if self.pool is not None:
+            return self.pool.cache_stats()
         layers = {module: counters.snapshot() for module, counters in self._counters.items()}
         if self.reader is None:
             return ExpertCacheStatsByLayer()

@@ -35,9 +35,6 @@ class Memory:
     def prioritize(self, expert: int, load: Load) -> None:
         self.prioritized.append(expert)
 
-    def before_kernels(self, slots: object) -> None: ...
-    def after_kernels(self, slots: object) -> None: ...
-
 
 def make_cache(slots: int) -> tuple[ExpertCache, Memory]:
     memory = Memory(slots)
@@ -95,17 +92,6 @@ def test_loading_and_protected_experts_are_not_evicted():
     assert cache.request(2, {0}) is None
     assert cache.request(2, {1}) is not None
     assert cache.get(0) is None
-
-
-def test_a_pinned_expert_is_not_evicted():
-    cache, memory = make_cache(1)
-    cached = cache.request(0, ())
-    assert cached is not None
-    finish(memory, 0)
-    cached.pins = 1
-    assert cache.request(1, ()) is None
-    cached.pins = 0
-    assert cache.request(1, ()) is not None
 
 
 def test_a_failed_load_raises_and_can_be_requested_again():

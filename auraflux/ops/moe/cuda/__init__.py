@@ -10,7 +10,7 @@ from auraflux.ops._dispatch import Declined
 from auraflux.ops.gpu.device import ready
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv
-from auraflux.ops.moe.cuda import fetch
+from auraflux.ops.moe.cuda import fetch, fetch_disk
 from auraflux.ops.moe.cuda.call import ExpertCall, MixtureCall, RouteCall
 from auraflux.ops.moe.cuda.expert_routes import EXPERTS, ROUTERS
 from auraflux.ops.moe.cuda.routes import MIXTURES
@@ -73,7 +73,7 @@ def mixture(
 def fetch_experts(ids: Tensor, pool: ExpertPool, layer: int) -> Tensor:
     ready(ids)
     _check_fetch(pool, ids.numel())
-    return fetch.fetch(pool, layer, ids)
+    return fetch_disk.fetch(pool, layer, ids)
 
 
 def pooled_mixture(

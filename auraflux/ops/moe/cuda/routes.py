@@ -16,7 +16,7 @@ from auraflux.ops.gpu.device import multiprocessors
 from auraflux.ops.linear.cuda.call import Call as Product
 from auraflux.ops.linear.cuda.routes import PRODUCTS
 from auraflux.ops.moe import reference
-from auraflux.ops.moe.cuda import fetch
+from auraflux.ops.moe.cuda import fetch, fetch_disk
 from auraflux.ops.moe.cuda.call import ExpertCall, MixtureCall, RouteCall
 from auraflux.ops.moe.cuda.expert_routes import EXPERTS, ROUTERS, token_slices
 from auraflux.ops.moe.cuda.gemm import persistent as gemm_persistent
@@ -103,10 +103,10 @@ def _fetch_chosen(call: MixtureCall) -> few_tokens_launch.Chosen | None:
         ids = ROUTERS(RouteCall(call.scores, call.routing, call.bias))[0]
         return few_tokens_launch.Chosen(ids, rows_of(ids, call.experts))
     if call.tokens <= fetch.MOST_RANKED_TOKENS and call.experts.count <= fetch.MOST_RANKED:
-        found = fetch.fetch_chosen(call.pool, call.layer, call.x, call.scores, call.routing, call.bias)
+        found = fetch_disk.fetch_chosen(call.pool, call.layer, call.x, call.scores, call.routing, call.bias)
         return few_tokens_launch.Chosen(*found)
     ids = ROUTERS(RouteCall(call.scores, call.routing, call.bias))[0]
-    return few_tokens_launch.Chosen(ids, fetch.fetch(call.pool, call.layer, ids))
+    return few_tokens_launch.Chosen(ids, fetch_disk.fetch(call.pool, call.layer, ids))
 
 
 def _mix_by_steps(call: MixtureCall) -> Tensor:
@@ -119,7 +119,7 @@ def _mix_by_steps(call: MixtureCall) -> Tensor:
 def _fetch(call: MixtureCall, ids: Tensor, owner: Tensor | None = None) -> None:
     """Bring experts into the pool, if there is one, and replace the blocks' owners by slots."""
     if call.pool is not None:
-        fetch.fetch(call.pool, call.layer, ids, owner)
+        fetch_disk.fetch(call.pool, call.layer, ids, owner)
     elif owner is not None:
         rows_of(owner, call.experts, out=owner)
 

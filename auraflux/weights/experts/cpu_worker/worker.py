@@ -15,7 +15,8 @@ from torch import Tensor
 
 from auraflux.errors import FormatError, SettingsError
 from auraflux.ops.moe.cpu import expert_chunks as chunks
-from auraflux.ops.moe.cpu.mailbox_loop import SHARED_NBYTES, compile_loop, init_shared, serve, wake
+from auraflux.ops.moe.cpu.mailbox_loop import compile_loop, init_shared, serve
+from auraflux.ops.moe.cpu.polling import SHARED_NBYTES, TIMESPEC_NBYTES, wake
 from auraflux.ops.moe.cpu.row_form import HAS_BF16, RowForm
 from auraflux.ops.moe.experts import KINDS
 from auraflux.ops.simd.jit import LINE
@@ -24,7 +25,6 @@ from auraflux.weights.experts.cpu_worker.mailbox import Mailbox
 
 BITS, MIN_GROUP = (2, 4, 8), 32
 SCALES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-TIMESPEC_NBYTES = 16
 OUT_NBYTES = 2 * 4 * 4  # results of four rows for two tokens
 ERRORS = {
     chunks.BAD_LAYER: "the layer is out of range",

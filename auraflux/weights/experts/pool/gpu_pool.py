@@ -1,4 +1,4 @@
-"""`GpuExpertPool`: experts of all layers in pinned host memory, some of them cached in GPU slots.
+"""`GpuExpertPool`: experts of all layers in pinned host memory, or on disk, some of them cached in GPU slots.
 
 Layers are added while the model is loaded; `finish` then allocates the slots and fills them. Decode steps look up and fetch
 experts on the device (`ops/moe/pool.py`), long prefill steps stream them layer by layer (`layer_stream.py`).
@@ -29,7 +29,10 @@ from auraflux.ops import (
 from auraflux.ops.moe.experts import Stack, blob_nbytes
 from auraflux.ops.moe.pool import HITS, MISSES, ON_CPU, aligned
 from auraflux.ops.moe.reference import shared_result
+from auraflux.weights.experts.packed_files import ExpertFile
 from auraflux.weights.experts.pool.cpu_split import CpuSplit, refuses_cpu
+from auraflux.weights.experts.pool.disk_stream import DiskLayerStream
+from auraflux.weights.experts.pool.disk_tier import DiskTier
 from auraflux.weights.experts.pool.host_memory import NOT_PINNED, HostMemory
 from auraflux.weights.experts.pool.layer_stream import LayerStream
 from auraflux.weights.experts.resident import ExpertPredictor, MixtureInput
@@ -47,9 +50,11 @@ class PoolPlan:
     experts  of each layer
     k        experts per token
     nbytes   GPU memory for slots
-    host     host memory for all experts, in bytes
+    host     host memory in bytes: for all experts, or for a cache of those on disk
     cpu      let CPU threads compute missing experts of single tokens, where that is faster than to fetch them
     verify   check the checksums of packed experts
+    disk     experts stay on disk, below a cache in host memory
+    disk_bandwidth  bytes per second of a simulated disk; None for the real one
     """
 
     layers: int
@@ -59,18 +64,22 @@ class PoolPlan:
     host: int
     cpu: bool = True
     verify: bool = True
+    disk: bool = False
+    disk_bandwidth: int | None = None
 
 
 class GpuExpertPool:
-    """Experts in host memory with a cache in GPU memory.
+    """Experts in host memory or on disk with a cache in GPU memory.
 
+    tier    of experts on disk; None if all are in host memory
     notes   sentences for the user
     pinned  whether kernels read host memory directly; otherwise the host copies experts, and steps cannot be captured
     """
 
     def __init__(self, plan: PoolPlan, device: torch.device):
         self.plan, self.device = plan, device
-        self.memory = HostMemory(plan.host, device)
+        self.tier = DiskTier(plan.host, device, plan.verify, plan.disk_bandwidth) if plan.disk else None
+        self.memory = HostMemory(0 if plan.disk else plan.host, device)
         self.notes: list[str] = []
         self._like: list[dict[str, Stack]] = []
         self._firsts: list[int] = []
@@ -81,7 +90,7 @@ class GpuExpertPool:
 
     @property
     def pinned(self) -> bool:
-        return self.memory.pinned
+        return (self.memory if self.tier is None else self.tier).pinned
 
     @property
     def pool(self) -> ExpertPool:
@@ -92,7 +101,7 @@ class GpuExpertPool:
     def stream(self) -> LayerStream:
         """The stream of long prefill steps, made when the first one runs."""
         if self._stream is None:
-            self._stream = LayerStream(self.pool)
+            self._stream = LayerStream(self.pool) if self.tier is None else DiskLayerStream(self.pool, self.tier)
         return self._stream
 
     @property
@@ -123,6 +132,16 @@ class GpuExpertPool:
         self._activation = activation
         return PooledExperts(self, len(self._like) - 1)
 
+    def add_disk_layer(
+        self, file: ExpertFile, like: Mapping[str, Stack], activation: Activation | None, biases: Mapping[str, Tensor]
+    ) -> "PooledExperts":
+        """Add one more layer whose experts stay on disk; biases are not in its file."""
+        assert self.tier is not None, "the plan has no disk"
+        self.tier.add_layer(file, like, biases)
+        self._like.append({name: _shape_only(matrix) for name, matrix in like.items()})
+        self._activation = activation
+        return PooledExperts(self, len(self._like) - 1)
+
     def finish(self) -> None:
         """Allocate the GPU slots and fill them with as many experts of every layer."""
         sizes = [aligned(blob_nbytes(like)) for like in self._like]
@@ -133,6 +152,9 @@ class GpuExpertPool:
                 f"{format_nbytes(self.plan.nbytes)} of GPU memory for experts is too little: a token uses {self.plan.k} "
                 f"experts of {format_nbytes(size)} per layer. Give at least {format_nbytes(self.plan.k * size)}."
             )
+        if self.tier is not None:
+            self._finish_disk(self.tier, torch.empty(slots, size, dtype=torch.uint8, device=self.device), sizes)
+            return
         offsets = [[first + each * nbytes for each in range(count)] for first, nbytes in zip(self._firsts, sizes, strict=True)]
         memory = torch.empty(slots, size, dtype=torch.uint8, device=self.device)
         table = torch.tensor(offsets, dtype=torch.int64, device=self.device)
@@ -150,6 +172,21 @@ class GpuExpertPool:
             self.notes.append(NOT_PINNED)
         elif self.plan.cpu:
             self.share_with_cpu()
+
+    def _finish_disk(self, tier: DiskTier, memory: Tensor, sizes: list[int]) -> None:
+        """Start the threads that read experts from disk; the slots are filled by the first tokens."""
+        tier.start(self.plan.k)
+        self.notes += tier.notes
+        table = torch.zeros(len(sizes), self.plan.experts, dtype=torch.int64, device=self.device)
+        pool = ExpertPool.empty(memory, tier.mailbox.slots.view(-1), table, self._like, self._activation)
+        self._pool = replace(pool, disk=tier)
+        total = len(sizes) * self.plan.experts
+        self.notes.append(
+            f"experts: {total} are on disk ({format_nbytes(sum(sizes) * self.plan.experts)}); host memory caches "
+            f"{tier.slots}, GPU memory {len(memory)} of them."
+        )
+        if self.device.type == "cuda" and not self.pinned:
+            self.notes.append(NOT_PINNED)
 
     def share_with_cpu(self, measure: bool = True) -> None:
         """Start CPU threads for missing experts, and measure whether and how much they help."""
@@ -180,12 +217,19 @@ class GpuExpertPool:
 
     def before_step(self, tokens: int) -> None:
         """Prepare a step of so many tokens: begin to copy experts of a long one, and wake the CPU threads for a short one."""
+        if self.tier is not None:
+            self.tier.wake()
         if self.streams(tokens * self.plan.k):
             self.stream.begin(tokens)
             return
         self.end_stream()
         if self._split is not None:
             self._split.worker.wake()
+
+    def check(self) -> None:
+        """Raise if a step used an expert that could not be read from disk."""
+        if self.tier is not None:
+            self.tier.check()
 
     def end_stream(self) -> None:
         """Give the slots of a long step's ring back, before kernels look up experts in the tables."""
@@ -209,7 +253,8 @@ class GpuExpertPool:
     def give_up(self, nbytes: int) -> int:
         """Free GPU memory of the least used experts' slots; return its bytes, 0 if too few slots would be left.
 
-        The experts that stay are copied from host memory again, since there is no room for a second pool.
+        The experts that stay are copied from host memory again, since there is no room for a second pool. Those on disk are
+        fetched when they are used.
         """
         pool, size = self.pool, self.pool.memory.shape[1]
         slots = len(pool.memory) - -(-nbytes // size)
@@ -218,16 +263,17 @@ class GpuExpertPool:
         self.end_stream()
         uses, order = pool.uses.sort(descending=True)
         owners, before = pool.owners[order].tolist()[:slots], len(pool.memory)
-        tables, state, mailbox = (pool.host, pool.offsets, pool.like, pool.activation), pool.state, pool.mailbox
+        tables, rest = (pool.host, pool.offsets, pool.like, pool.activation), (pool.state, pool.mailbox, pool.disk)
         # nothing may refer to the memory any more
         self._pool = self._stream = None
         del pool
         memory = torch.empty(slots, size, dtype=torch.uint8, device=self.device)
-        self._pool = replace(ExpertPool.empty(memory, *tables), state=state, mailbox=mailbox)
-        self.pool.uses.copy_(uses[:slots])
-        for slot, owner in enumerate(owners):
-            if owner >= 0:
-                self._place(slot, *divmod(owner, self.plan.experts))
+        self._pool = replace(ExpertPool.empty(memory, *tables), state=rest[0], mailbox=rest[1], disk=rest[2])
+        if self.tier is None:
+            self.pool.uses.copy_(uses[:slots])
+            for slot, owner in enumerate(owners):
+                if owner >= 0:
+                    self._place(slot, *divmod(owner, self.plan.experts))
         self.notes.append(f"experts: the KV cache took GPU memory, {slots} of {before} slots are left for experts.")
         return (before - slots) * size
 
@@ -240,8 +286,13 @@ class GpuExpertPool:
 
     def streams(self, pairs: int) -> bool:
         """Return whether a step of so many (token, expert) pairs uses most experts, or more than there are slots."""
-        experts, slots = self.plan.experts, len(self.pool.memory)
+        experts, slots = self.plan.experts, self.slots
         return not self.resident and (pairs >= STREAM_PAIRS * experts or min(pairs, experts) > slots)
+
+    @property
+    def slots(self) -> int:
+        """Number of experts that one layer of a step can have fetched."""
+        return len(self.pool.memory) if self.tier is None else min(len(self.pool.memory), self.tier.slots)
 
     @property
     def max_captured_tokens(self) -> int:
@@ -249,7 +300,7 @@ class GpuExpertPool:
         if self.resident:
             return 1 << 30
         tokens = -(-STREAM_PAIRS * self.plan.experts // self.plan.k) - 1
-        slots = len(self.pool.memory)
+        slots = self.slots
         return (tokens if slots >= self.plan.experts else min(tokens, slots // self.plan.k)) if self.pinned else 0
 
     def cache_stats(self) -> ExpertCacheStatsByLayer:
@@ -259,6 +310,9 @@ class GpuExpertPool:
         state = self.pool.state.tolist()
         streamed = (self._stream.hits, self._stream.misses) if self._stream is not None else (0, 0)
         hits, fetched = state[HITS] + streamed[0], state[MISSES] + streamed[1]
+        if self.tier is not None:
+            disk = self.tier.cache_stats()
+            return ExpertCacheStatsByLayer(replace(disk, hits=hits, misses=fetched, from_disk=disk.misses))
         nbytes = fetched * self.pool.memory.shape[1]
         return ExpertCacheStatsByLayer(
             ExpertCacheStats(hits=hits, misses=fetched + state[ON_CPU], nbytes=nbytes, on_cpu=state[ON_CPU])
@@ -287,8 +341,11 @@ class PooledExperts:
         store.end_stream()
         if not store.pinned:
             fetch_experts.reference(route(inputs.scores, inputs.routing, inputs.bias)[0], store.pool, layer)
+            store.check()
             return mixture(*given, store.pool.layers[layer], *added)
-        return pooled_mixture(*given, store.pool, layer, *added)
+        found = pooled_mixture(*given, store.pool, layer, *added)
+        self._check()
+        return found
 
     def _stream(self, inputs: MixtureInput) -> Tensor:
         store, results = self.store, []
@@ -333,7 +390,13 @@ class PooledExperts:
             return store.layers[self.layer]
         store.end_stream()
         (fetch_experts if store.pinned else fetch_experts.reference)(ids, store.pool, self.layer)
+        self._check()
         return store.pool.layers[self.layer]
+
+    def _check(self) -> None:
+        """Raise if an expert could not be read; a captured step is checked after its replay."""
+        if self.store.tier is not None and not (self.store.pinned and torch.cuda.is_current_stream_capturing()):
+            self.store.check()
 
 
 def _formats(like: Mapping[str, Stack]) -> list[Any]:

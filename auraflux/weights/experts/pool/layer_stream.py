@@ -167,6 +167,7 @@ class LayerStream:
                     mine.slots.append(slot + number)
                     self._ring_owners[slot + number] = layer * self._count + expert + number
                 self.misses += count
+            self._finish_copies(layer)
             # behind the experts: on the stream of the kernels it would wait for copies of the next layer
             self._device_map[layer].copy_(self._map[layer], non_blocking=True)
             mine.copied = torch.cuda.Event()
@@ -186,6 +187,9 @@ class LayerStream:
         pool, nbytes, first = self.pool, self.pool.nbytes[layer], int(self._offsets[layer, expert])
         source = pool.host[first : first + count * nbytes].view(count, nbytes)
         pool.memory[slot : slot + count, :nbytes].copy_(source, non_blocking=True)
+
+    def _finish_copies(self, layer: int) -> None:
+        """Do nothing: all copies of the layer are on the stream."""
 
     def _push(self) -> None:
         """Copy the tables to the device."""

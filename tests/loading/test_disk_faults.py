@@ -1,0 +1,93 @@
+"""A model with experts on disk below a pool, served to many requests while reads fail."""
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from auraflux.engine.request import Output, Request
+from auraflux.engine.sampling import Sampling
+from auraflux.loading import load
+from auraflux.loading.gpu_plan import plan_gpu, plan_gpu_memory
+from auraflux.loading.language_model import LanguageModel
+from auraflux.weights.experts.packed_files import stride_of
+from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
+from auraflux.weights.experts.settings import ExpertSettings
+from tests.weights.experts.packed_folders import converted, hf_folder, packed
+
+REQUESTS, TOKENS = 64, 6
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
+    path = packed(converted(hf_folder(tmp_path / "hf"), tmp_path / "mlx", bits=4, group=32), tmp_path / "packed", lanes=1)
+
+    def on_disk(source, device, free, requested, experts, leader):
+        sizes = plan_gpu(source, 10**12, requested).sizes.experts
+        assert sizes is not None
+        # room for all experts of a layer, so that no step is streamed, which needs a GPU
+        slots, host = (sizes.count + more for more in (1, 0))
+        settings = ExpertSettings(slots * sizes.nbytes, io="direct", host_memory=host * stride_of(sizes.nbytes))
+        return plan_gpu_memory(source, device, 10**12, requested, settings)
+
+    monkeypatch.setattr(load, "plan_memory", on_disk)
+    return load.load(path, device="cpu", kv="none", exact=True, max_sequences=4, chunk=4)
+
+
+@contextmanager
+def failing(model: LanguageModel) -> Iterator[None]:
+    """Let all reads fail inside the block."""
+    assert isinstance(model.experts, GpuExpertPool)
+    assert model.experts.tier is not None
+    handles = [layer.handle for layer in model.experts.tier._layers]
+    kept, other = [os.dup(handle) for handle in handles], os.open(os.devnull, os.O_WRONLY)
+    for handle in handles:
+        os.dup2(other, handle)
+    yield
+    for handle, again in zip(handles, kept, strict=True):
+        os.dup2(again, handle)
+        os.close(again)
+    os.close(other)
+
+
+def run(model: LanguageModel, prompts: list[tuple[int, ...]], faults: float) -> list[Output]:
+    """Serve all prompts, a share of the steps with failing reads; return the joined output of each."""
+    chance, outputs = random.Random(1), [[] for _ in prompts]
+    sampling = Sampling(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    for prompt, each in zip(prompts, outputs, strict=True):
+        model.scheduler.submit(Request(prompt, sampling), each.append)
+    while not model.scheduler.idle:
+        if chance.random() < faults:
+            with failing(model):
+                model.scheduler.step()
+        else:
+            model.scheduler.step()
+    for each in outputs:
+        assert [output.finish_reason for output in each][:-1] == [None] * (len(each) - 1)
+    tokens = [tuple(token for output in each for token in output.tokens) for each in outputs]
+    return [
+        Output(tokens=mine, finish_reason=each[-1].finish_reason, error=each[-1].error)
+        for mine, each in zip(tokens, outputs, strict=True)
+    ]
+
+
+def test_requests_survive_the_read_errors_of_others(model: LanguageModel):
+    chosen = random.Random(0)
+    prompts = [tuple(chosen.randrange(1, 60) for _ in range(chosen.randrange(1, 9))) for _ in range(REQUESTS)]
+    expected = run(model, prompts, 0.0)
+    found = run(model, prompts, 0.15)
+    failed = [each for each in found if each.finish_reason == "error"]
+    assert 8 <= len(failed) <= REQUESTS - 8
+    for mine, theirs in zip(found, expected, strict=True):
+        if mine.finish_reason == "error":
+            assert mine.tokens == theirs.tokens[: len(mine.tokens)]
+            assert mine.error is not None
+            assert mine.error.count(". ") == 0
+            assert "cannot be read: " in mine.error
+            assert mine.error.endswith("gives an error (Bad file descriptor).")
+        else:
+            assert (mine.tokens, mine.finish_reason) == (theirs.tokens, "length")
+    assert [each.tokens for each in run(model, prompts[:8], 0.0)] == [each.tokens for each in expected[:8]]
