@@ -18,7 +18,8 @@ from auraflux.errors import FormatError, InputError
 from auraflux.loading.gpu_division import GpuRequest
 from auraflux.loading.gpu_plan import make_pool
 from auraflux.models import family
-from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool, PooledExperts
+from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
+from auraflux.weights.experts.pool.pooled_experts import PooledExperts
 from auraflux.weights.experts.resident import MixtureInput
 
 SMALL = {

@@ -18,7 +18,8 @@ from auraflux.weights.experts.disk_reader import DiskReader
 from auraflux.weights.experts.expert_cache import ExpertCache, HostSlots
 from auraflux.weights.experts.offloaded import OffloadedExperts, OffloadPolicy
 from auraflux.weights.experts.packed_files import ExpertFile, ExpertFiles
-from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool, PooledExperts, PoolPlan
+from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool, PoolPlan
+from auraflux.weights.experts.pool.pooled_experts import PooledExperts
 from auraflux.weights.experts.resident import ResidentExperts
 from auraflux.weights.experts.settings import ExpertCachePlan, ExpertSettings, plan_expert_cache
 from auraflux.weights.experts.stats import ExpertCacheCounters, ExpertCacheStatsByLayer

@@ -17,25 +17,16 @@ from auraflux.ops import (
     Activation,
     ExpertPool,
     Experts,
-    combine,
-    expert_mlp,
-    expert_parts,
-    fetch_experts,
-    mixture,
-    pooled_mixture,
-    route,
-    sum_parts,
 )
 from auraflux.ops.moe.experts import Stack, blob_nbytes
 from auraflux.ops.moe.pool import HITS, MISSES, ON_CPU, aligned
-from auraflux.ops.moe.reference import shared_result
 from auraflux.weights.experts.packed_files import ExpertFile
 from auraflux.weights.experts.pool.cpu_split import CpuSplit, refuses_cpu
 from auraflux.weights.experts.pool.disk_stream import DiskLayerStream
 from auraflux.weights.experts.pool.disk_tier import DiskTier
 from auraflux.weights.experts.pool.host_memory import NOT_PINNED, HostMemory
 from auraflux.weights.experts.pool.layer_stream import LayerStream
-from auraflux.weights.experts.resident import ExpertPredictor, MixtureInput
+from auraflux.weights.experts.pool.pooled_experts import PooledExperts
 from auraflux.weights.experts.settings import format_nbytes
 from auraflux.weights.experts.stats import ExpertCacheStats, ExpertCacheStatsByLayer
 
@@ -121,7 +112,7 @@ class GpuExpertPool:
 
     def add_layer(
         self, like: Mapping[str, Stack], activation: Activation | None, load: Callable[[Tensor], None]
-    ) -> "PooledExperts":
+    ) -> PooledExperts:
         """Load the experts of one more layer; `load` fills the rows of a uint8 matrix [E, size] with blobs."""
         size = aligned(blob_nbytes(like))
         first, part = self.memory.allocate(self.plan.experts * size)
@@ -134,7 +125,7 @@ class GpuExpertPool:
 
     def add_disk_layer(
         self, file: ExpertFile, like: Mapping[str, Stack], activation: Activation | None, biases: Mapping[str, Tensor]
-    ) -> "PooledExperts":
+    ) -> PooledExperts:
         """Add one more layer whose experts stay on disk; biases are not in its file."""
         assert self.tier is not None, "the plan has no disk"
         self.tier.add_layer(file, like, biases)
@@ -319,97 +310,11 @@ class GpuExpertPool:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class PooledExperts:
-    """Experts of one layer of a pool."""
-
-    store: GpuExpertPool
-    layer: int
-
-    def prefetch_with(self, predictor: ExpertPredictor | None) -> None:
-        """Do nothing: missing experts are fetched on the device."""
-
-    def forward(self, inputs: MixtureInput) -> Tensor:
-        """Route tokens, run their experts and add the result to the residual stream: [T, H]."""
-        store, layer = self.store, self.layer
-        given = inputs.x, inputs.scores, inputs.routing
-        added = inputs.residual, inputs.bias, inputs.shared, inputs.gate
-        if store.resident:
-            return mixture(*given, store.layers[layer], *added)
-        if store.streams(len(inputs.x) * inputs.routing.k):
-            return self._stream(inputs)
-        store.end_stream()
-        if not store.pinned:
-            fetch_experts.reference(route(inputs.scores, inputs.routing, inputs.bias)[0], store.pool, layer)
-            store.check()
-            return mixture(*given, store.pool.layers[layer], *added)
-        found = pooled_mixture(*given, store.pool, layer, *added)
-        self._check()
-        return found
-
-    def _stream(self, inputs: MixtureInput) -> Tensor:
-        store, results = self.store, []
-        if not store.stream.single_pass:
-            ids, weights = route(inputs.scores, inputs.routing, inputs.bias)
-            shared = shared_result(inputs.x, inputs.shared)
-            return combine(inputs.residual, self(inputs.x, ids, weights), shared, inputs.gate)
-
-        def work(experts: Experts) -> None:
-            added = inputs.residual, inputs.bias, inputs.shared, inputs.gate
-            results.append(mixture(inputs.x, inputs.scores, inputs.routing, experts, *added))
-
-        store.stream.run(self.layer, len(inputs.x), work)
-        return results[0]
-
-    def fetch(self, ids: Tensor) -> None:
-        """Do nothing: missing experts are fetched when they are used."""
-
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of every token's experts: x [T, H], ids and weights [T, k] -> [T, H]."""
-        if self.store.streams(ids.numel()):
-            return self._partial_sum(x, ids, weights, x.dtype)
-        return expert_mlp(x, ids, weights, self._fetched(ids))
-
-    def partial_sum(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of the experts whose ids are not negative: [T, H] float32."""
-        return self._partial_sum(x, ids, weights, torch.float32)
-
-    def _partial_sum(self, x: Tensor, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        parts = x.new_zeros(*ids.shape, x.shape[1], dtype=torch.float32)
-        if self.store.streams(ids.numel()):
-            work: Callable[[Experts], None] = lambda experts: expert_parts(x, _present(ids, experts), experts, parts)  # noqa: E731
-            self.store.stream.run(self.layer, len(x), work)
-        else:
-            expert_parts(x, ids, self._fetched(ids), parts)
-        return sum_parts(parts, weights, dtype)
-
-    def _fetched(self, ids: Tensor) -> Experts:
-        """Bring experts into slots and return the layer's."""
-        store = self.store
-        if store.resident:
-            return store.layers[self.layer]
-        store.end_stream()
-        (fetch_experts if store.pinned else fetch_experts.reference)(ids, store.pool, self.layer)
-        self._check()
-        return store.pool.layers[self.layer]
-
-    def _check(self) -> None:
-        """Raise if an expert could not be read; a captured step is checked after its replay."""
-        if self.store.tier is not None and not (self.store.pinned and torch.cuda.is_current_stream_capturing()):
-            self.store.check()
-
-
 def _formats(like: Mapping[str, Stack]) -> list[Any]:
     """Return shapes and formats of an expert's matrices."""
     return [
         (name, matrix.shape, matrix.dtype if isinstance(matrix, Tensor) else matrix.format) for name, matrix in like.items()
     ]
-
-
-def _present(ids: Tensor, experts: Experts) -> Tensor:
-    """Return the ids of experts that are in slots, and -1 for the others."""
-    assert experts.slots is not None
-    return torch.where(experts.slots[ids.clamp_min(0).long()] >= 0, ids, -1)
 
 
 def _shape_only(matrix: Stack) -> Any:

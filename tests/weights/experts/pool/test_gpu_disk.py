@@ -9,7 +9,8 @@ import torch
 from auraflux.errors import ExpertError
 from auraflux.ops import Experts, Routing
 from auraflux.weights.experts.packed_files import ExpertFiles
-from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool, PooledExperts, PoolPlan
+from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool, PoolPlan
+from auraflux.weights.experts.pool.pooled_experts import PooledExperts
 from auraflux.weights.experts.resident import MixtureInput, ResidentExperts
 from auraflux.weights.experts.settings import plan_expert_cache
 from auraflux.weights.experts.store import ExpertStore

@@ -10,7 +10,8 @@ from auraflux.ops import Clamp, Experts, Routing
 from auraflux.ops.moe.experts import BIASES, KINDS, blob_of
 from auraflux.ops.moe.pool import CLOCK, MISSES
 from auraflux.quant import quantize
-from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool, PooledExperts, PoolPlan
+from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool, PoolPlan
+from auraflux.weights.experts.pool.pooled_experts import PooledExperts
 from auraflux.weights.experts.resident import MixtureInput, ResidentExperts
 
 LAYERS, COUNT = 3, 16

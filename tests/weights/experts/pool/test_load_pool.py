@@ -13,7 +13,8 @@ from auraflux.loading.gpu_sizes import gpu_sizes
 from auraflux.models import family
 from auraflux.ops.moe.experts import BIASES, KINDS, Experts
 from auraflux.quant import QTensor
-from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool, PooledExperts
+from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
+from auraflux.weights.experts.pool.pooled_experts import PooledExperts
 from auraflux.weights.experts.settings import ExpertSettings
 from auraflux.weights.formats.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights
