@@ -96,6 +96,10 @@ class GpuExpertPool:
         return self._stream
 
     @property
+    def on_disk(self) -> bool:
+        return self.tier is not None
+
+    @property
     def resident(self) -> bool:
         """True if all experts are in GPU slots."""
         return len(self.pool.memory) >= self.pool.slots.numel()

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from auraflux.ops import (
+    ExpertPool,
     Experts,
     combine,
     expert_mlp,
@@ -19,17 +20,38 @@ from auraflux.ops import (
     sum_parts,
 )
 from auraflux.ops.moe.reference import shared_result
+from auraflux.weights.experts.pool.layer_stream import LayerStream
 from auraflux.weights.experts.resident import ExpertPredictor, MixtureInput
 
-if TYPE_CHECKING:
-    from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
+
+class Store(Protocol):
+    """A `GpuExpertPool` as its layers see it."""
+
+    @property
+    def resident(self) -> bool: ...
+    @property
+    def pinned(self) -> bool: ...
+    @property
+    def layers(self) -> list[Experts]: ...
+    @property
+    def pool(self) -> ExpertPool: ...
+    @property
+    def stream(self) -> LayerStream: ...
+    @property
+    def on_disk(self) -> bool: ...
+
+    def check(self) -> None: ...
+
+    def streams(self, pairs: int) -> bool: ...
+
+    def end_stream(self) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
 class PooledExperts:
     """Experts of one layer of a pool."""
 
-    store: "GpuExpertPool"
+    store: Store
     layer: int
 
     def prefetch_with(self, predictor: ExpertPredictor | None) -> None:
@@ -101,7 +123,7 @@ class PooledExperts:
 
     def _check(self) -> None:
         """Raise if an expert could not be read; a captured step is checked after its replay."""
-        if self.store.tier is not None and not (self.store.pinned and torch.cuda.is_current_stream_capturing()):
+        if self.store.on_disk and not (self.store.pinned and torch.cuda.is_current_stream_capturing()):
             self.store.check()
 
 
