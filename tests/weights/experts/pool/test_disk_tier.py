@@ -216,12 +216,17 @@ def test_a_store_with_a_pool_equals_resident_experts(tmp_path: Path):
     """As ranks on GPUs use it, here with the reference kernels on a CPU."""
     files, resident = write_experts(tmp_path, LAYERS, lanes=1)
     each = sum(file.stride for file in files.files)
-    store = ExpertStore(files, plan_expert_cache(files, K, 5 * each, "direct"))
+    store = ExpertStore(files, plan_expert_cache(files, K, 8 * each, "direct"))
     store.pool = store._make_pool(6 * each, ExpertSettings())
     layers = [store.layer(file.module, COUNT, 64, 128, {}, None) for file in files.files]
     store.finish()
     assert any("are on disk" in note for note in store.notes)
     for tokens in (1, 2, 3, 1):
+        if tokens == 3:
+            # for the KV cache
+            before = len(store.pool.pool.memory)
+            assert store.pool.give_up(each) >= each
+            assert len(store.pool.pool.memory) < before
         ids = torch.stack([torch.randperm(COUNT)[:K] for _ in range(tokens)]).int()
         ids[-1, -1] = -1
         x = torch.randn(tokens, 64)
