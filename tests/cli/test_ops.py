@@ -11,6 +11,7 @@ from auraflux.cli import main
 from auraflux.ops import _cases, _dispatch
 from auraflux.ops._cases import Case
 from auraflux.ops._dispatch import Declined, Op
+from auraflux.ops.simd.isa import ISA
 
 ORIGINS = """
 aura_value_int2 aura_value_int3 aura_value_int4 aura_value_int6 aura_value_int8
@@ -158,7 +159,9 @@ def explained(*words: str) -> dict:
 
 def test_a_case_is_explained_for_a_cpu():
     found = explained("linear", "4bit-1", "--device", "cpu")
-    assert [inner["taken"] for inner in found["4bit-1"]["then"]] == ["activations in int8"]
+    assert [inner["taken"] for inner in found["4bit-1"]["then"]] == [
+        "activations in int8 with AMX" if ISA.matrix_tiles else "activations in int8"
+    ]
 
 
 def test_a_model_is_explained():

@@ -266,6 +266,8 @@ def test_every_route_is_taken_by_something(backend: str, verdicts: dict[str, dic
     reached = {(case.op.family, name) for case, verdict in verdicts[backend].items() for name in taken(verdict)}
     if backend == "cpu" and not ISA.half_products:
         reached.add(("linear", "activations in half precision"))
+    if backend == "cpu" and not ISA.matrix_tiles:
+        reached |= {("linear", f"activations in {kind} with AMX") for kind in ("int8", "float32")}
     if backend == "cuda":
         reached |= set(LARGE)
         with invariant():
@@ -290,7 +292,10 @@ def test_routes_on_cpu():
     }
     paths = {name: verdict.path for name, verdict in found.items() if verdict is not None}
     one_list, two_lists = "gate and up in one list", "gate and up in two lists"
-    assert paths == {name: f"{how} (activations in float32)" for name, how in zip(paths, (one_list, two_lists), strict=True)}
+    tiles = " with AMX" if ISA.matrix_tiles else ""
+    assert paths == {
+        name: f"{how} (activations in float32{tiles})" for name, how in zip(paths, (one_list, two_lists), strict=True)
+    }
 
 
 def test_the_page_about_kernels_is_not_stale(verdicts: dict[str, dict[Case, Explanation]]):

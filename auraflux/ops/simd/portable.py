@@ -33,6 +33,7 @@ class Isa:
     # times with eight tokens
     digits = 0
     by_lane = False  # both operands of `dot` are signed, and one lane of the second is broadcast to all
+    matrix_tiles = False  # AMX: one instruction multiplies 16 tokens by `lanes` rows, see `linear/cpu/matrix_tiles.py`
     by_pair = False  # one instruction multiplies two rows by two tokens, eight inputs of each: `dot_pairs`
     # prefetch distance for the weights of a single token; 0: none. The hardware prefetcher stops at the end of a page.
     # Two x86 AVX-512 cores read 4-bit weights at 17-19 GB/s without, 20 at 1024, 21 at 2048, 23-24 from 4096 on; the measured

@@ -10,7 +10,8 @@ from auraflux.ops.simd.vectors import I16, call, splat, vector
 
 
 class Avx512(Isa):
-    name, features, lanes, tokens = "avx512-vnni", ("avx512f", "avx512bw", "avx512vnni"), 16, 8
+    name, lanes, tokens = "avx512-vnni", 16, 8
+    features: tuple[str, ...] = ("avx512f", "avx512bw", "avx512vnni")
     widens_halves, digits = True, 3
 
     def dot(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
@@ -18,6 +19,11 @@ class Avx512(Isa):
 
     def look_up(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
         return call(b, "llvm.x86.avx512.pshuf.b.512", self.bytes, ir.Constant(self.bytes, table * 4), codes)
+
+
+class Avx512Amx(Avx512):
+    name, matrix_tiles = "avx512-amx", True
+    features = (*Avx512.features, "amx-int8", "amx-tile")
 
 
 class Avx2(Isa):

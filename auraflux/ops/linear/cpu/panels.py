@@ -45,9 +45,10 @@ def has_panels(form: Form) -> bool:
     return ISA.by_lane and form.digits > 0
 
 
-def panel_tiles(form: Form, width: int) -> int:
-    """Return the number of tiles that a block of rows passes over."""
-    return max(1, PANEL_NBYTES // tile_nbytes(form, width)) if has_panels(form) else 0
+def panel_tiles(form: Form, width: int, tokens: int) -> int:
+    """Return the number of tiles that a block of rows passes over; 0 for a single token."""
+    most = max(1, PANEL_NBYTES // tile_nbytes(form, width)) if has_panels(form) else 0
+    return min(-(-tokens // TILE), most) if tokens > 1 else 0
 
 
 @kernel(constants=2, outlined=True)

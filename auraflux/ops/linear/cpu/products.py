@@ -16,6 +16,17 @@ from torch import Tensor
 from auraflux.ops.linear.cpu.activations import prepare_token
 from auraflux.ops.linear.cpu.blocks import WIDEST, Span, gather_panel, multiply_blocks, multiply_blocks_by_panel
 from auraflux.ops.linear.cpu.forms import BLOCK, Form
+from auraflux.ops.linear.cpu.matrix_tiles import (
+    FULL,
+    INPUTS,
+    MATRIX_FROM,
+    configure_tiles,
+    gather_matrix_panel,
+    matrix_panel_tiles,
+    matrix_tile_nbytes,
+    multiply_blocks_by_matrix,
+    release_tiles,
+)
 from auraflux.ops.linear.cpu.panels import has_panels, panel_tiles, tile_nbytes
 from auraflux.ops.linear.cpu.unpack import place_codes
 from auraflux.ops.simd.isa import ISA
@@ -59,13 +70,19 @@ CODES, SCALES, BIASES, INDEX, COUNT, OUT, ROWS, STRIDE = range(FIELDS)
 
 
 class Driver:
-    """The compiled steps for one weight format."""
+    """The compiled steps for one weight format.
 
-    def __init__(self, form: Form):
+    by_tiles  several tokens are multiplied by AMX
+    """
+
+    def __init__(self, form: Form, by_tiles: bool = False):
         self.form = form
-        self.prepare, self.multiply = build_prepare(form), build_multiply(form)
+        self.prepare, self.multiply = build_prepare(form), build_multiply(form, by_tiles)
         self.act_nbytes = form.act_nbytes
-        self._sizes: dict[int, tuple[int, int, int, int]] = {}
+        self.tile_nbytes, self.panel_tiles = (
+            (matrix_tile_nbytes, matrix_panel_tiles) if by_tiles else (tile_nbytes, panel_tiles)
+        )
+        self._sizes: dict[int, tuple[int, int, int]] = {}
 
     def __call__(self, x: int, tokens: int, weight: QTensor, products: int, count: int) -> None:
         """Work through a list of products, all with weights of the format and width of `weight`.
@@ -75,8 +92,8 @@ class Driver:
         """
         rows, width = weight.shape[-2:]
         jobs = threads() if tokens * count * rows * width >= PARALLEL_FROM else 1
-        token_nbytes, scratch_nbytes, tile_nbytes, most = self.sizes(width)
-        tiles = min(-(-tokens // WIDEST), most) if tokens > 1 else 0
+        token_nbytes, scratch_nbytes, tile_nbytes = self.sizes(width)
+        tiles = self.panel_tiles(self.form, width, tokens)
         panels, acts_nbytes = jobs * tiles * tile_nbytes, -(-tokens * token_nbytes // LINE) * LINE
         few = tokens * width < PREPARE_PARALLEL_FROM
         space = workspace(panels + (jobs if few else 1) * acts_nbytes + jobs * scratch_nbytes)
@@ -85,12 +102,12 @@ class Driver:
         sizes = tokens, width, products, count, weight.lanes == 1, space, tiles, tile_nbytes, acts_nbytes
         self.multiply(jobs, x if few else 0, *sizes)
 
-    def sizes(self, width: int) -> tuple[int, int, int, int]:
-        """Return the bytes per token, per thread and per tile of tokens, and the maximum number of tiles."""
+    def sizes(self, width: int) -> tuple[int, int, int]:
+        """Return the bytes per token, per thread and per tile of tokens."""
         found = self._sizes.get(width)
         if found is None:
             sizes = self.token_nbytes(width), self.scratch_nbytes(width)
-            found = self._sizes[width] = *sizes, tile_nbytes(self.form, width), panel_tiles(self.form, width)
+            found = self._sizes[width] = *sizes, self.tile_nbytes(self.form, width)
         return found
 
     def token_nbytes(self, width: int) -> int:
@@ -107,11 +124,11 @@ class Driver:
 
 
 @cache
-def driver(fast: bool, bits: int, group: int, storage: torch.dtype | str) -> Driver:
+def driver(fast: bool, bits: int, group: int, storage: torch.dtype | str, by_tiles: bool = False) -> Driver:
     """Return the driver for a weight format, see `QTensor.format`; `fast` quantizes activations to int8."""
     if isinstance(storage, str) and (found := super_blocks.FORMATS.get(storage)) is not None:
-        return Driver(Form(fast, bits, group, PLAIN[found.expanded], found.words))
-    return Driver(Form(fast, bits, group, KINDS[storage]))
+        return Driver(Form(fast, bits, group, PLAIN[found.expanded], found.words), by_tiles)
+    return Driver(Form(fast, bits, group, KINDS[storage]), by_tiles)
 
 
 def padded(rows: int) -> int:
@@ -166,12 +183,13 @@ def build_prepare(spec: Form) -> Kernel:
     return prepare
 
 
-def build_multiply(spec: Form) -> Kernel:
-    """Compile the driver for one weight format."""
+def build_multiply(spec: Form, by_tiles: bool) -> Kernel:
+    """Compile the driver for one weight format, with AMX or without."""
     form, group, has_biases = spec.text, spec.group, int(spec.has_biases and not spec.words)
     act_nbytes, code_nbytes, scale_nbytes, bits = spec.act_nbytes, spec.unpacked_nbytes, spec.scale_nbytes, spec.bits
     # a constant, so that one branch is compiled; closures over functions would change the kernel's cache key per process
-    by_panel, in_places = has_panels(spec), spec.bits in LANE_FIELDS
+    by_panel, by_matrix, in_places = has_panels(spec), int(by_tiles), spec.bits in LANE_FIELDS
+    piece = INPUTS // group, group * BLOCK * bits // 8
     words, (scale_count, scale_inputs) = spec.words, spec.scales_of
 
     @Kernel
@@ -192,6 +210,8 @@ def build_multiply(spec: Form) -> Kernel:
         scratch_size = (unpacked_nbytes + codes_nbytes + 2 * (scales_nbytes + wide_nbytes) + LINE) // LINE * LINE
         unpacked = space + (jobs if x else 1) * acts_nbytes + job * TOGETHER * scratch_size
         gathered = (0, 0)
+        if by_matrix and most:
+            configure_tiles((form,))
         for p in range(0, count * FIELDS, FIELDS):
             rows = table[p + ROWS]
             mine = share((rows + BLOCK - 1) // BLOCK, job, jobs)
@@ -203,6 +223,11 @@ def build_multiply(spec: Form) -> Kernel:
                 if by_panel:
                     # a single token has no tile, even if an expert gets it twice
                     some_tokens = min(tiles * WIDEST, left) if most else 1
+                if by_matrix:
+                    some_tokens = min(most * FULL, left) if left >= MATRIX_FROM else left
+                    if left >= MATRIX_FROM and gathered != (index, some_tokens):
+                        gather_matrix_panel(form, (panels, tile_step), acts, index, some_tokens, groups)
+                        gathered = (index, some_tokens)
                 panel = (panels, tile_step, tiles)
                 if by_panel and gathered != (index, some_tokens):
                     # consecutive weights often have the same tokens
@@ -238,11 +263,20 @@ def build_multiply(spec: Form) -> Kernel:
                         first_wide = unpacked + unpacked_nbytes + codes_nbytes + 2 * scales_nbytes
                         wide = (first_wide, first_wide + wide_nbytes, scratch_size)
                     span = Span(codes, scales, biases, unpacked, out + 4 * block * BLOCK, steps, wide, some)
-                    if by_panel:
-                        multiply_blocks_by_panel(form, words, span, acts, panel, index, some_tokens, groups, table[p + STRIDE])
+                    step = table[p + STRIDE]
+                    if by_matrix:
+                        if some_tokens >= MATRIX_FROM:
+                            tiled = (panels, tile_step)
+                            multiply_blocks_by_matrix(form, words, piece, span, tiled, some_tokens, groups, step)
+                        else:
+                            multiply_blocks(form, words, span, acts, panel, index, some_tokens, groups, step)
+                    elif by_panel:
+                        multiply_blocks_by_panel(form, words, span, acts, panel, index, some_tokens, groups, step)
                     else:
-                        multiply_blocks(form, words, span, acts, panel, index, some_tokens, groups, table[p + STRIDE])
+                        multiply_blocks(form, words, span, acts, panel, index, some_tokens, groups, step)
                 index, left, out = index + 8 * some_tokens, left - some_tokens, out + some_tokens * table[p + STRIDE]
+        if by_matrix and most:
+            release_tiles(())
 
     return multiply
 

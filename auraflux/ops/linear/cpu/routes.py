@@ -2,7 +2,8 @@
 
 Quantized weights run compiled drivers (`products.py`), weights of one format in one list. A driver quantizes activations to
 int8, or with FP8 to half precision, unless exact products are requested; it decides how many tokens to take at a time and
-whether to unpack rows first. Dense weights are read row by row (`dense.py`).
+whether to unpack rows first. With AMX, several tokens are multiplied by tiles (`matrix_tiles.py`), with the same result.
+Dense weights are read row by row (`dense.py`).
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from auraflux.ops.routes import Route, Routes
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import as_float
 from auraflux.quant import QTensor
+from auraflux.quant.packing import CHUNK
 
 
 class Norm(NamedTuple):
@@ -81,13 +83,26 @@ def _refuses_halves(weight: QTensor) -> str | None:
     return "exact float32 products are requested" if is_exact() else None
 
 
+def _refuses_tiles(weight: QTensor) -> str | None:
+    if not ISA.matrix_tiles:
+        return "AMX is not there, or not used"
+    if weight.kind == "fp8":
+        return "FP8 codes are not integers"
+    # the float32 steps of a group take longer than its products
+    return None if weight.group >= CHUNK else f"groups of {weight.group} are as fast without AMX"
+
+
+def _refuses_int8_tiles(weight: QTensor) -> str | None:
+    return _refuses_tiles(weight) or _refuses_int8(weight)
+
+
 def _never(call: Any) -> None:
     return None
 
 
-def _driver(weight: QTensor, fast: bool) -> Driver:
+def _driver(weight: QTensor, fast: bool, by_tiles: bool = False) -> Driver:
     bits, group, _, storage = weight.format
-    return driver(fast, bits, group, storage)
+    return driver(fast, bits, group, storage, by_tiles)
 
 
 def _refuses_norm_first(call: Call) -> str | None:
@@ -139,12 +154,24 @@ def _rows(call: Call) -> Products:
 
 
 DRIVERS: Routes[QTensor, Driver] = Routes(
+    Route(
+        "activations in int8 with AMX",
+        _refuses_int8_tiles,
+        lambda weight: _driver(weight, fast=True, by_tiles=True),
+        speed=speed.INT8_ACTIVATIONS,
+    ),
     Route("activations in int8", _refuses_int8, lambda weight: _driver(weight, fast=True), speed=speed.INT8_ACTIVATIONS),
     Route(
         "activations in half precision",
         _refuses_halves,
         lambda weight: _driver(weight, fast=True),
         speed=speed.HALF_ACTIVATIONS,
+    ),
+    Route(
+        "activations in float32 with AMX",
+        _refuses_tiles,
+        lambda weight: _driver(weight, fast=False, by_tiles=True),
+        speed=speed.FLOAT32_ACTIVATIONS,
     ),
     Route("activations in float32", _never, lambda weight: _driver(weight, fast=False), speed=speed.FLOAT32_ACTIVATIONS),
 )

@@ -5,7 +5,6 @@ function calls.
 """
 
 import hashlib
-import os
 import platform
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,6 +15,7 @@ import numba
 from auraflux import jit_cache
 from auraflux.jit_cache import cached_in, open_folder
 from auraflux.ops.simd.compile.prebuilt import Prebuilt, installed_for, wrapped_by
+from auraflux.ops.simd.isa import ISA
 
 PACKAGE = Path(__file__).parents[3]
 
@@ -40,7 +40,7 @@ def _sources_digest() -> str:
 
 
 def _version(sources: str) -> str:
-    facts = numba.__version__, platform.machine(), os.environ.get("AURAFLUX_ISA", ""), str(PACKAGE), sources
+    facts = numba.__version__, platform.machine(), ISA.name, str(PACKAGE), sources
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 

@@ -65,6 +65,7 @@ ICE_LAKE = ("avx512bitalg", "avx512ifma", "avx512vbmi", "avx512vbmi2", "avx512vn
 IMPLIED = ("fullfp16", "lse")
 LEVELS: dict[str, tuple[Level, ...]] = {
     "x86_64": (
+        Level("avx512-amx", "avx512-amx", "x86-64-v4", (*V4, *ICE_LAKE, "avx512bf16", "amx-int8", "amx-tile")),
         Level("avx512-bf16", "avx512-vnni", "x86-64-v4", (*V4, *ICE_LAKE, "avx512bf16")),
         Level("avx512-vbmi", "avx512-vnni", "x86-64-v4", (*V4, *ICE_LAKE)),
         Level("avx512-vnni", "avx512-vnni", "x86-64-v4", (*V4, "avx512vnni")),

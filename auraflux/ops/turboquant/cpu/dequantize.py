@@ -101,6 +101,7 @@ class NeonBook(Book):
 
 
 BOOKS = {
+    "avx512-amx": Avx512Book,
     "avx512-vnni": Avx512Book,
     "avx2": Avx2Book,
     "avx-vnni": Avx2Book,

@@ -18,12 +18,13 @@ from numba.core import cgutils
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.processor import has_feature
 from auraflux.ops.simd.vectors import I8, I32, at, call, kernel, load, pick, splat, store, vector
+from auraflux.ops.simd.x86 import Avx512
 from auraflux.ops.turboquant.codebook import BITS, index_of_rank, normal_levels
 
 HIGH = 128  # what one step of a high byte is worth in steps of the low one
 
 # one instruction looks up bytes in 64 entries, or in twice as many
-WIDE_LOOK_UP = ISA.name == "avx512-vnni" and has_feature("avx512vbmi")
+WIDE_LOOK_UP = isinstance(ISA, Avx512) and has_feature("avx512vbmi")
 
 
 class Code(NamedTuple):
