@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from auraflux.ops.simd.vectors import F32, I8, I32, call, load, pick, splat, spread, vector
+from auraflux.ops.simd.vectors import F32, I8, I32, I64, call, load, pick, splat, spread, vector
 
 
 class Term(NamedTuple):
@@ -142,6 +142,16 @@ class Isa:
     def at_least(self, b: ir.IRBuilder, x: ir.Value, bound: ir.Value) -> ir.Value:
         """Return x, or the bound where x is less; NaN propagates."""
         return b.select(b.fcmp_ordered(">", bound, x), bound, x)
+
+    def gather(self, b: ir.IRBuilder, table: ir.Value, index: ir.Value, size: int) -> ir.Value:
+        """Load the entry of a table for each lane: integers of `size` bytes, 4 or 8."""
+        kind = ir.IntType(8 * size)
+        found, first = ir.Constant(vector(kind, self.lanes), ir.Undefined), b.ptrtoint(table, I64)
+        for lane in range(self.lanes):
+            number = b.zext(b.extract_element(index, ir.Constant(I32, lane)), I64)
+            entry = load(b, first, b.mul(number, ir.Constant(I64, size)), kind)
+            found = b.insert_element(found, entry, ir.Constant(I32, lane))
+        return found
 
     def look_up(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
         """Replace each byte, in 0..15, by its entry of the table."""

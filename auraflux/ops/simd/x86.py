@@ -1,12 +1,13 @@
 """x86 instruction sets: AVX-512 VNNI, AVX2, and AVX2 with VNNI."""
 
+from collections.abc import Callable
 from functools import reduce
 
 import llvmlite.binding as llvm
 from llvmlite import ir
 
 from auraflux.ops.simd.portable import Isa, Term
-from auraflux.ops.simd.vectors import I16, call, splat, vector
+from auraflux.ops.simd.vectors import I8, I16, I32, call, pick, splat, vector
 
 
 class Avx512(Isa):
@@ -15,6 +16,16 @@ class Avx512(Isa):
 
     def dot(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
         return vpdpbusd(b, total, codes, acts, 512)
+
+    def gather(self, b: ir.IRBuilder, table: ir.Value, index: ir.Value, size: int) -> ir.Value:
+        count = 64 // size
+        kind, masks, scale = vector(ir.IntType(8 * size), count), vector(ir.IntType(1), count), ir.Constant(I32, size)
+        name = f"llvm.x86.avx512.mask.gather.dp{'i' if size == 4 else 'q'}.512"
+
+        def some(places: ir.Value) -> ir.Value:
+            return call(b, name, kind, splat(kind, 0), table, places, splat(masks, 1), scale)
+
+        return _in_halves(b, index, some) if size == 8 else some(index)
 
     def look_up(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
         return call(b, "llvm.x86.avx512.pshuf.b.512", self.bytes, ir.Constant(self.bytes, table * 4), codes)
@@ -57,6 +68,15 @@ class Avx2(Isa):
     def _add_pairs(self, b: ir.IRBuilder, total: ir.Value, pairs: ir.Value) -> ir.Value:
         return b.add(total, call(b, "llvm.x86.avx2.pmadd.wd", self.ints, pairs, splat(vector(I16, 16), 1)))
 
+    def gather(self, b: ir.IRBuilder, table: ir.Value, index: ir.Value, size: int) -> ir.Value:
+        kind, scale = vector(ir.IntType(8 * size), 32 // size), ir.Constant(I8, size)
+        name = f"llvm.x86.avx2.gather.d.{'d' if size == 4 else 'q'}.256"
+
+        def some(places: ir.Value) -> ir.Value:
+            return call(b, name, kind, splat(kind, 0), table, places, splat(kind, -1), scale)
+
+        return _in_halves(b, index, some) if size == 8 else some(index)
+
     def look_up(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
         return call(b, "llvm.x86.avx2.pshuf.b", self.bytes, ir.Constant(self.bytes, table * 2), codes)
 
@@ -73,6 +93,13 @@ class AvxVnni(Avx2):
 
     def dots(self, b: ir.IRBuilder, sums: dict[int, ir.Value], terms: list[Term], bits: int, unpacked: bool) -> None:
         Isa.dots(self, b, sums, terms, bits, unpacked)
+
+
+def _in_halves(b: ir.IRBuilder, index: ir.Value, some: Callable[[ir.Value], ir.Value]) -> ir.Value:
+    """Gather twice as many bytes as a vector has: the first half of the lanes, then the other."""
+    half = index.type.count // 2
+    first, second = (some(pick(b, index, index, list(range(i, i + half)))) for i in (0, half))
+    return pick(b, first, second, list(range(2 * half)))
 
 
 def vpdpbusd(b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, width: int) -> ir.Value:
