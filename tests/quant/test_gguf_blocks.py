@@ -23,7 +23,7 @@ BITS |= {"IQ2_XXS": 2, "IQ2_XS": 2, "IQ2_S": 2, "IQ3_XXS": 3, "IQ3_S": 3}
 SCALES = {"scale", "least"}
 
 
-def random_blocks(kind: str, *leading: int) -> np.ndarray:
+def random_blocks(kind: str, *leading: int, decades: int = 6) -> np.ndarray:
     """Return blocks of random codes and scales of ordinary size."""
     rng = np.random.default_rng(len(kind))
     size, nbytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
@@ -32,7 +32,7 @@ def random_blocks(kind: str, *leading: int) -> np.ndarray:
     if kind == "MXFP4":
         blocks["scale"] = rng.integers(100, 140, len(blocks))
         return octets
-    sizes = rng.standard_normal(len(blocks)) * 10.0 ** rng.integers(-6, 1, len(blocks))
+    sizes = rng.standard_normal(len(blocks)) * 10.0 ** rng.integers(-decades, 1, len(blocks))
     for name in SCALES & set(blocks.dtype.names or ()):
         blocks[name] = sizes
     if kind == "IQ1_M":

@@ -39,10 +39,11 @@ def grid_layer(experts: int, hidden: int, inner: int, kind: str) -> Experts:
 
     def one(rows: int, width: int) -> QTensor:
         made = grid(experts * rows, width, kind, lanes=1)
-        parts = (part.view(experts, rows, -1) for part in (made.packed, made.scales))
-        return replace(made, **dict(zip(("packed", "scales"), parts, strict=True)), shape=(experts, rows, width))
+        packed, scales = (part.view(experts, rows, -1) for part in (made.packed, made.scales))
+        return replace(made, packed=packed, scales=scales, shape=(experts, rows, width))
 
-    return Experts(*(one(*shape).interleave(ISA.lanes) for shape in ((inner, hidden), (inner, hidden), (hidden, inner))))
+    gate, up, down = (one(*shape).interleave(ISA.lanes) for shape in ((inner, hidden), (inner, hidden), (hidden, inner)))
+    return Experts(gate, up, down)
 
 
 def ungated(made: Experts) -> Experts:
@@ -206,12 +207,12 @@ EXPERT_CASES = [
         )
     ),
     *(
-        case(f"{kind}-{tokens}", lambda k=kind, t=tokens: routed(t, 3, grid_layer(6, 256, 512, k)))
+        case(f"{kind}-{tokens}", lambda k=kind, t=tokens: routed(t, 2, grid_layer(3, 256, 256, k)))
         for kind in grids.FORMATS
         for tokens in (2, 40)
     ),
     *(
-        case(f"many-{kind}-bf16", lambda k=kind: routed(40, 3, grid_layer(6, 256, 512, k), BF16), tol=6e-3)
+        case(f"many-{kind}-bf16", lambda k=kind: routed(40, 2, grid_layer(3, 256, 256, k), BF16), tol=6e-3)
         for kind in ("iq2_xxs", "iq3_s", "iq1_m")
     ),
     case("dense-f32", lambda: routed(9, 3, dense_stack(6, 63, 100, torch.float32))),

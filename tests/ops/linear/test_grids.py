@@ -22,7 +22,7 @@ KINDS = some(FORMATS, QUICK)
 
 
 def weight(kind: str, rows: int, lanes: int = ISA.lanes) -> QTensor:
-    return from_blocks(random_blocks(kind.upper(), rows), kind.upper()).interleave(lanes)
+    return from_blocks(random_blocks(kind.upper(), rows, decades=0), kind.upper()).interleave(lanes)
 
 
 def hold(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:

@@ -40,7 +40,7 @@ def weights_tile(
         words, found = (), ()
         for i in tl.static_range((BITS + 1) // 2):
             at = wide * (K // 32 * BITS) + unit * BITS // 2 + i
-            words += (tl.load(codes.packed + at, mask=inside, other=0),)  # type: ignore[assignment]
+            words += (tl.load(codes.packed + at, mask=inside, other=0),)
         at = wide * (K // GROUP) + unit * 16 // GROUP
         scale, bias = scale_value(codes.scales, at, inside, FORM), bias_value(codes.biases, at, inside, FORM)
         values = unit_values(words, unit, codes.biases, BITS, FORM, False)

@@ -165,11 +165,11 @@ def _gathered(b: ir.IRBuilder, form: Form, words: list[ir.Value], high: ir.Value
 
 def _gather(b: ir.IRBuilder, table: ir.Value, index: ir.Value, size: int) -> list[ir.Value]:
     """Load `size` bytes of each row, four to a vector."""
-    found = ISA.gather(b, table, index, size)
     if size == 4:
-        return [b.bitcast(found, BYTES)]
-    pairs = b.bitcast(found, vector(INTS.element, 2 * BLOCK))
-    return [b.bitcast(pick(b, pairs, pairs, list(range(i, 2 * BLOCK, 2))), BYTES) for i in range(2)]
+        return [b.bitcast(ISA.gather(b, table, index), BYTES)]
+    # of each half of the rows, eight bytes are adjacent
+    halves = [b.bitcast(half, INTS) for half in ISA.gather_pairs(b, table, index)]
+    return [b.bitcast(ISA.every_other(b, halves[0], halves[1], first), BYTES) for first in range(2)]
 
 
 @cache
@@ -207,8 +207,6 @@ def _looked_up(b: ir.IRBuilder, form: Form, words: list[ir.Value], high: ir.Valu
             parts.append(_tested(b, b.bitcast(words[1], BYTES), [1] * 4))
         elif form.kind == "iq3_s":
             parts.append(_tested(b, spread, [1 << 4 * w + k for k in range(4)]))
-        elif form.kind == "iq2_s":
-            parts += [_tested(b, spread, [low << 2 * k for k in range(4)]) for low in (1, 2)]
         first, second = (_select_part(b, octets, index, parts) for octets in _code_bytes(form.kind))
         if form.bits == 3:
             found += [_value(b, form, codes, bits) for codes in (first, second) for bits in (0, 3)]
