@@ -3,7 +3,8 @@
 A block is a few bytes of scales followed by the codes of 32 or 256 weights. Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K and Q5_K are
 code * scale + bias in groups of 32, Q2_K in groups of 16, TQ1_0 and TQ2_0 in groups of 128; MXFP4 is the usual format. Q3_K,
 Q6_K, IQ4_NL and IQ4_XS are level * scale (`levels.py`). Blocks of 256 with low-bit group scales stay super-blocks
-(`super_blocks.py`). The conversion only reorders bytes: all values are exact. Other types are requantized.
+(`super_blocks.py`), and IQ1, IQ2 and IQ3 have grids (`grids.py`). The conversion only reorders bytes: all values are exact.
+Other types are requantized.
 """
 
 import os
@@ -17,7 +18,7 @@ from gguf import GGMLQuantizationType, quants
 from numpy.typing import NDArray
 
 from auraflux.errors import FormatError
-from auraflux.quant import super_blocks
+from auraflux.quant import grids, super_blocks
 from auraflux.quant.qtensor import QTensor
 
 GROUP = 32
@@ -224,6 +225,44 @@ def _iq4_xs(blocks: Array) -> Parts:
     return packed, _level_words(blocks, steps), None
 
 
+def _grid(blocks: Array, first: str, *others: str, halves: tuple[str, ...]) -> Parts:
+    """Join fields of chunks, and the fields that are halves of a super-block."""
+    chunks = [_octets(blocks, field, 8, blocks[field].dtype.itemsize // 8) for field in (first, *others)]
+    found = [np.ascontiguousarray(blocks[field]).view(np.int16).reshape(len(blocks), -1) for field in halves]
+    return np.concatenate(chunks, 2).reshape(len(blocks), -1), np.concatenate(found, 1), None
+
+
+def _iq1_s(blocks: Array) -> Parts:
+    return _grid(blocks, "codes", halves=("scale", "highs"))
+
+
+def _iq1_m(blocks: Array) -> Parts:
+    return _grid(blocks, "codes", halves=("steps", "highs"))
+
+
+def _iq2_xxs(blocks: Array) -> Parts:
+    return _grid(blocks, "codes", halves=("scale",))
+
+
+def _iq2_xs(blocks: Array) -> Parts:
+    packed, halves, _ = _grid(blocks, "codes", halves=("scale", "steps"))
+    # the low bytes of four entries, then their high bytes
+    pairs = packed.reshape(len(blocks), -1, 4, 2).transpose(0, 1, 3, 2)
+    return np.ascontiguousarray(pairs).reshape(packed.shape), halves, None
+
+
+def _iq2_s(blocks: Array) -> Parts:
+    return _grid(blocks, "codes", "signs", halves=("scale", "steps", "highs"))
+
+
+def _iq3_xxs(blocks: Array) -> Parts:
+    return _grid(blocks, "codes", "signs", halves=("scale",))
+
+
+def _iq3_s(blocks: Array) -> Parts:
+    return _grid(blocks, "codes", "signs", halves=("scale", "steps", "highs"))
+
+
 LAYOUTS = {
     "Q4_0": Layout(_record(scale="<f2", codes="V16"), 4, 32, _q4_0),
     "Q4_1": Layout(_record(scale="<f2", least="<f2", codes="V16"), 4, 32, _q4_1),
@@ -237,13 +276,20 @@ LAYOUTS = {
     "Q2_K": Layout(_record(steps="V16", codes="V64", scale="<f2", least="<f2"), 2, 256, _q2_k, 16),
     "IQ4_NL": Layout(_record(scale="<f2", codes="V16"), 4, 32, _iq4_nl),
     "IQ4_XS": Layout(_record(scale="<f2", high="<u2", steps="V4", codes="V128"), 4, 256, _iq4_xs),
+    "IQ1_S": Layout(_record(scale="<f2", codes="V32", highs="V16"), 1, 256, _iq1_s),
+    "IQ1_M": Layout(_record(codes="V32", highs="V16", steps="V8"), 1, 256, _iq1_m, 16),
+    "IQ2_XXS": Layout(_record(scale="<f2", codes="V64"), 2, 256, _iq2_xxs),
+    "IQ2_XS": Layout(_record(scale="<f2", codes="V64", steps="V8"), 2, 256, _iq2_xs, 16),
+    "IQ2_S": Layout(_record(scale="<f2", codes="V32", signs="V32", highs="V8", steps="V8"), 2, 256, _iq2_s, 16),
+    "IQ3_XXS": Layout(_record(scale="<f2", codes="V64", signs="V32"), 3, 256, _iq3_xxs),
+    "IQ3_S": Layout(_record(scale="<f2", codes="V64", highs="V8", signs="V32", steps="V4"), 3, 256, _iq3_s),
     "TQ1_0": Layout(_record(codes="V48", last="V4", scale="<f2"), 2, 256, _tq1_0, 128),
     "TQ2_0": Layout(_record(codes="V64", scale="<f2"), 2, 256, _tq2_0, 128),
     "MXFP4": Layout(_record(scale="u1", codes="V16"), 4, 32, _mxfp4, scale_bits=8),
 }
 
 # types without an MLX format
-NOT_IN_MLX = {"Q6_K", "Q3_K", "Q2_K", "IQ4_NL", "IQ4_XS"}
+NOT_IN_MLX = {"Q6_K", "Q3_K", "Q2_K", "IQ4_NL", "IQ4_XS", *map(str.upper, grids.FORMATS)}
 
 
 def from_blocks(octets: Array, kind: str) -> QTensor:
@@ -326,6 +372,8 @@ def memory_bits(kind: str, width: int) -> float:
     if kind not in LAYOUTS:
         return REQUANTIZED_BITS + 64 / requantized_group(width)
     layout = LAYOUTS[kind]
+    if (grid := grids.FORMATS.get(kind.lower())) is not None:
+        return layout.bits + 16 * grid.halves / grids.SIZE
     if (found := super_blocks.FORMATS.get(kind.lower())) is not None:
         return layout.bits + 32 * found.words / super_blocks.SIZE
     return layout.bits + layout.scale_bits / layout.group

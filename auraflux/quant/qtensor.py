@@ -5,7 +5,8 @@ element i of each of these rows is in adjacent memory, so that one vector load o
 vector has 32-bit lanes. The words are transposed within blocks of rows; codes of 3, 5 and 6 bits are also rearranged within
 their words, see `packing.py`.
 
-Super-block formats (`super_blocks.py`) have words in place of scales and biases; `expand_scales` computes these.
+Super-block formats (`super_blocks.py`) have words in place of scales and biases; `expand_scales` computes these. Grid formats
+(`grids.py`) have 16-bit halves in their place, and their words are not rearranged.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import FormatError
-from auraflux.quant import affine, levels, mxfp4, super_blocks
+from auraflux.quant import affine, grids, levels, mxfp4, super_blocks
 from auraflux.quant.packing import CHUNK, from_lane_layout, to_lane_layout, unpack
 from auraflux.validation import check_fields
 
@@ -40,9 +41,10 @@ UNBIASED = {
     "iq4": Unbiased("IQ4", torch.float32, (4,), (32,)),
     "nvfp4": Unbiased("NVFP4", torch.float32, (4,), (16,)),
     **{kind: Unbiased(kind.upper(), torch.int32, (one.bits,), (one.group,)) for kind, one in super_blocks.FORMATS.items()},
+    **{kind: Unbiased(kind.upper(), torch.int16, (one.bits,), (one.group,)) for kind, one in grids.FORMATS.items()},
 }
 KINDS = ("affine", *UNBIASED)
-NOT_IN_MLX = ("fp8", *levels.KINDS)
+NOT_IN_MLX = ("fp8", *levels.KINDS, *grids.FORMATS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +53,7 @@ class QTensor:
 
     packed   int32 [..., N, K*bits/32]; with lanes [..., N/lanes, K*bits/32, lanes], N rounded up to full blocks
     scales   [..., N, K/group] or [..., N/lanes, K/group, lanes]; bf16, f16 or f32, for MXFP4 uint8 exponents, for other
-             formats without biases f32; in super-blocks int32 words, fewer than groups
+             formats without biases f32; in super-blocks int32 words, with grids int16 halves, fewer than groups
     biases   like scales; None for all formats but the affine one
     shape    of the dequantized matrix or stack
     """
@@ -73,14 +75,14 @@ class QTensor:
         if len(stack) > 1 or width % self.column_block:
             raise FormatError(
                 f"a weight of shape {list(self.shape)} cannot be stored in "
-                f"{'groups' if self.super_block is None else 'super-blocks'} of "
-                f"{self.group if self.super_block is None else self.column_block} along its last axis."
+                f"{'super-blocks' if self.has_super_blocks else 'groups'} of "
+                f"{self.column_block if self.has_super_blocks else self.group} along its last axis."
             )
         if self.packed.dtype != torch.int32:
             raise FormatError(f"packed codes have dtype {self.packed.dtype}; int32 is needed (view uint32 words as int32).")
         if self.super_block is not None and self.packed.is_cuda:
             raise FormatError(f"GPU kernels do not read super-blocks; call `expand_scales` on this {self.kind} weight.")
-        dtypes = affine.SCALE_DTYPES if self.biases is not None else (torch.uint8, torch.float32, torch.int32)
+        dtypes = affine.SCALE_DTYPES if self.biases is not None else (torch.uint8, torch.float32, torch.int32, torch.int16)
         for name in ("scales", "biases"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.dtype not in dtypes:
@@ -102,6 +104,9 @@ class QTensor:
         if self.biases is not None:
             return "affine"
         found = _unbiased(self.scales.dtype, self.bits, self.group)
+        if self.scales.dtype is torch.int16:
+            halves = self.scales.shape[-2 if self.lanes > 1 else -1] * grids.SIZE // max(self.shape[-1], 1)
+            return grids.KINDS.get((self.bits, halves), found)
         if found == "q4_k":
             words = self.scales.shape[-2 if self.lanes > 1 else -1]
             return "iq4_xs" if words * super_blocks.SIZE == self.shape[-1] * super_blocks.FORMATS["iq4_xs"].words else found
@@ -113,9 +118,18 @@ class QTensor:
         return super_blocks.FORMATS.get(self.kind)
 
     @cached_property
+    def grid(self) -> grids.Grid | None:
+        """The grid format; None for other formats."""
+        return grids.FORMATS.get(self.kind)
+
+    @property
+    def has_super_blocks(self) -> bool:
+        return self.super_block is not None or self.grid is not None
+
+    @cached_property
     def column_block(self) -> int:
         """Columns that cannot be split: a group, a packing chunk or a super-block."""
-        return max(self.group, CHUNK) if self.super_block is None else super_blocks.SIZE
+        return super_blocks.SIZE if self.has_super_blocks else max(self.group, CHUNK)
 
     @cached_property
     def device(self) -> torch.device:
@@ -175,6 +189,12 @@ class QTensor:
         scales, biases = super_blocks.expand_scales(by_rows(words), self.kind)
         return by_rows(scales), None if biases is None else by_rows(biases)
 
+    def _in_groups(self) -> "QTensor":
+        """Return the weight without super-blocks; grids are requantized to 8 bits, as no smaller format is exact."""
+        if self.grid is None:
+            return self.expand_scales()
+        return quantize(self.dequantize(torch.float32), 8, CHUNK)
+
     def __getitem__(self, index: int) -> "QTensor":
         """Return one matrix of a stack."""
         if len(self.shape) != 3:
@@ -192,8 +212,8 @@ class QTensor:
         """Return the matrix with its columns, in runs of `span`, in another order."""
         if self.lanes != 1 or span % self.group or span * self.bits % 32 or len(order) * span != self.shape[-1]:
             raise FormatError(f"columns of {self!r} cannot be permuted in runs of {span}.")
-        if span % self.column_block and self.super_block is not None:
-            return self.expand_scales().permute_columns(order, span)
+        if span % self.column_block and self.has_super_blocks:
+            return self._in_groups().permute_columns(order, span)
         return self._map(lambda t: t.unflatten(-1, (len(order), -1))[..., order, :].flatten(-2))
 
     def row_range(self, rows: range) -> "QTensor":
@@ -204,8 +224,8 @@ class QTensor:
 
     def columns(self, wanted: range) -> "QTensor":
         """Return columns of a row-major matrix in full groups, with expanded scales where super-blocks would be split."""
-        if self.super_block is not None and (wanted.start % self.column_block or wanted.stop % self.column_block):
-            return self.expand_scales().columns(wanted)
+        if self.has_super_blocks and (wanted.start % self.column_block or wanted.stop % self.column_block):
+            return self._in_groups().columns(wanted)
         block = self.column_block
         if len(self.shape) != 2 or self.lanes != 1 or wanted.start % block or wanted.stop % block:
             raise FormatError(
@@ -240,6 +260,8 @@ class QTensor:
         if self.super_block is not None:
             return self.expand_scales().dequantize(dtype)
         rows = self.rows()
+        if self.grid is not None:
+            return grids.decode(rows.packed, rows.scales, self.kind, dtype or torch.float32)
         if self.kind == "fp8":
             groups = rows.packed.contiguous().view(CODES).float().unflatten(-1, (-1, self.group))
             return (groups * rows.scales[..., None]).flatten(-2).to(dtype or torch.float32)
@@ -263,7 +285,8 @@ class QTensor:
                 t = torch.cat([t, t.new_zeros(*t.shape[:-2], missing, t.shape[-1])], -2)
             return t.unflatten(-2, (-1, lanes)).transpose(-1, -2).contiguous()
 
-        return replace(self, packed=to_lane_layout(self.packed, self.bits))._map(transpose, lanes=lanes)
+        packed = self.packed if self.grid else to_lane_layout(self.packed, self.bits)
+        return replace(self, packed=packed)._map(transpose, lanes=lanes)
 
     def rows(self) -> "QTensor":
         """Return the weight row-major, as MLX stores it."""
@@ -274,7 +297,7 @@ class QTensor:
 
     def _from_lanes(self) -> "QTensor":
         """Return the weight with its codes moved back from the lane layout."""
-        return replace(self, packed=from_lane_layout(self.packed, self.bits))
+        return self if self.grid else replace(self, packed=from_lane_layout(self.packed, self.bits))
 
     def _map(self, change: Callable[[Tensor], Tensor], **fields: Any) -> "QTensor":
         biases = None if self.biases is None else change(self.biases)
@@ -310,6 +333,8 @@ def _unbiased(scales: torch.dtype, bits: int, group: int) -> str:
 
 def scale_count(kind: str, width: int, group: int) -> int:
     """Return the number of scales of a row of `width` inputs, or of words of its super-blocks."""
+    if (grid := grids.FORMATS.get(kind)) is not None:
+        return width // grids.SIZE * grid.halves
     found = super_blocks.FORMATS.get(kind)
     return width // group if found is None else width // super_blocks.SIZE * found.words
 
@@ -322,7 +347,7 @@ def quantize(weight: Tensor, bits: int = 4, group: int | None = None, kind: str 
     """
     group = group or (mxfp4.GROUP if kind == "mxfp4" else 64)
     check_format(bits, group, kind)
-    if kind in super_blocks.FORMATS:
+    if kind in super_blocks.FORMATS or kind in grids.FORMATS:
         raise FormatError(f"{kind.upper()} cannot be quantized to: it is read from GGUF files only.")
     if weight.dtype not in affine.SCALE_DTYPES:
         raise FormatError(f"a weight of dtype {weight.dtype} cannot be quantized; float32, bfloat16 or float16 is needed.")

@@ -12,7 +12,7 @@ from auraflux.cache import Cache, CacheSettings
 from auraflux.cache.cache import LayerShape
 from auraflux.defaults import KV as DEFAULT_KV
 from auraflux.errors import SettingsError
-from auraflux.quant import QTensor, super_blocks
+from auraflux.quant import QTensor, grids, super_blocks
 from auraflux.quant.gguf_blocks import NOT_IN_MLX, memory_bits
 from auraflux.weights.convert.quantize_large import fitting_group
 from auraflux.weights.experts.row_table import ON_DISK_TABLE, ROW_CACHE_NBYTES
@@ -165,6 +165,8 @@ def gpu_weight_bits(checkpoint: Checkpoint, name: str, ours: str, bits: int | No
     shape = checkpoint.shape(name)
     if label in DTYPES and per_weight in (16, 32):
         return 32 if len(shape) == 1 or ours.endswith("bias") else 16
+    if label.lower() in grids.FORMATS:
+        return per_weight
     if "embed_tokens" in ours and label.upper() in NOT_IN_MLX:
         # rows are looked up, for which these formats have no kernel
         return 16
@@ -184,7 +186,7 @@ def _format(checkpoint: Checkpoint, name: str) -> tuple[str, float]:
         return stored_format.label, stored_format.bits
     stored = checkpoint.load(name)
     if isinstance(stored, QTensor):
-        named = stored.kind == "mxfp4" or stored.super_block is not None
+        named = stored.kind == "mxfp4" or stored.has_super_blocks
         kind = stored.kind.upper() if named else f"{stored.bits} bits, groups of {stored.group}"
         return kind, stored.nbytes * 8 / math.prod(shape)
     kind = str(stored.dtype).removeprefix("torch.")

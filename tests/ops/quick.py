@@ -21,6 +21,8 @@ LARGE = {
 FORMATS = re.compile(
     r"linear-((2bit-g64|6bit-g64|fp8-g32)-\d+|6bit-row-order)(-fast)?$|linear-3bit-g64-\d+-fast$"
     r"|linear-((fp8-g128|q[23]k)-\d+|q3k-row-order|bf16-q2k-.*|bf16-some-tokens-bias)$|linears-bf16-6bit-4$"
+    # and test_grids.py all products with grids
+    r"|(linear|expert_mlp|embed)-(bf16-|many-)?iq[123]_.*$"
     r"|gate_up_swiglu-bf16-2bit-one-token$|expert_mlp-(mixed-bits|many-2-and-5-bits|many-q3k)$"
     # latents are unpacked in the same way for queries, whose quick cases cover all widths
     r"|latent_output-[2-68]-bits$"

@@ -56,8 +56,8 @@ class Rows(NamedTuple):
 class Split(NamedTuple):
     """A block's parts.
 
-    codes     of its weights in order, four in a word
-    scales    words of a super-block, or one number
+    codes     of its weights in order, four in a word; of a grid, the words of its chunks
+    scales    words of a super-block, halves of a grid's, or one number
     biases    one number, or nothing
     overflow  nonzero where the bias does not fit in half precision; None where it always does
     """
@@ -205,6 +205,53 @@ def _iq4_xs(rows: Rows) -> Split:
     return Split(codes, [_float_bits(rows, 0), *steps], [])
 
 
+def _halves(rows: Rows, *fields: tuple[int, int]) -> Vectors:
+    """Return halves: for each field its first byte and how many it has."""
+    return [rows.half(start + 2 * i) for start, count in fields for i in range(count)]
+
+
+def _chunks(rows: Rows, *fields: tuple[int, int]) -> Vectors:
+    """Return the words of each chunk: for each field its first byte and its words per chunk."""
+    found = [rows.words(start, 8 * each) for start, each in fields]
+    sizes = [each for _, each in fields]
+    return [word for i in range(8) for words, n in zip(found, sizes, strict=True) for word in words[i * n : i * n + n]]
+
+
+def _iq1_s(rows: Rows) -> Split:
+    return Split(_chunks(rows, (2, 1)), _halves(rows, (0, 1), (34, 8)), [])
+
+
+def _iq1_m(rows: Rows) -> Split:
+    return Split(_chunks(rows, (0, 1)), _halves(rows, (48, 4), (32, 8)), [])
+
+
+def _iq2_xxs(rows: Rows) -> Split:
+    return Split(_chunks(rows, (2, 2)), _halves(rows, (0, 1)), [])
+
+
+def _iq2_xs(rows: Rows) -> Split:
+    b, made, found = rows.b, [], rows.words(2, 16)
+    for first, second in zip(found[::2], found[1::2], strict=True):
+        # four entries of 16 bits: their low bytes, then their high bytes
+        for low in (0, 8):
+            x, y = (b.and_(shifted(b, word, low), splat(WORDS, 0x00FF00FF)) for word in (first, second))
+            x, y = (b.and_(b.or_(word, shifted(b, word, 8)), splat(WORDS, 0xFFFF)) for word in (x, y))
+            made.append(b.or_(x, shifted(b, y, -16)))
+    return Split(made, _halves(rows, (0, 1), (66, 4)), [])
+
+
+def _iq2_s(rows: Rows) -> Split:
+    return Split(_chunks(rows, (2, 1), (34, 1)), _halves(rows, (0, 1), (74, 4), (66, 4)), [])
+
+
+def _iq3_xxs(rows: Rows) -> Split:
+    return Split(_chunks(rows, (2, 2), (66, 1)), _halves(rows, (0, 1)), [])
+
+
+def _iq3_s(rows: Rows) -> Split:
+    return Split(_chunks(rows, (2, 2), (74, 1)), _halves(rows, (0, 1), (106, 2), (66, 4)), [])
+
+
 SPLITS: dict[str, Callable[[Rows], Split]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -216,6 +263,13 @@ SPLITS: dict[str, Callable[[Rows], Split]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ1_S": _iq1_s,
+    "IQ1_M": _iq1_m,
+    "IQ2_XXS": _iq2_xxs,
+    "IQ2_XS": _iq2_xs,
+    "IQ2_S": _iq2_s,
+    "IQ3_XXS": _iq3_xxs,
+    "IQ3_S": _iq3_s,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,

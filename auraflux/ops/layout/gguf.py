@@ -14,7 +14,7 @@ from auraflux.ops.layout.memory import empty
 from auraflux.ops.layout.words import LANES, packed_chunk, valid_lanes
 from auraflux.ops.simd.jit import Kernel, arguments, halves, int32s, int64s, jit, octets, share, threads, workspace
 from auraflux.ops.simd.vectors import I8, I16, kernel, load, store, vector
-from auraflux.quant import QTensor, super_blocks
+from auraflux.quant import QTensor, grids, super_blocks
 from auraflux.quant.gguf_blocks import LAYOUTS
 from auraflux.quant.packing import CHUNK
 
@@ -46,6 +46,10 @@ class BlockForm(NamedTuple):
         return cls(kind, is_expanded == "1", in_lanes == "1")
 
     @property
+    def grid(self) -> grids.Grid | None:
+        return grids.FORMATS.get(self.kind.lower())
+
+    @property
     def words(self) -> int:
         """Words of a block's codes."""
         return LAYOUTS[self.kind].size * LAYOUTS[self.kind].bits // 32
@@ -54,6 +58,8 @@ class BlockForm(NamedTuple):
     def scales(self) -> tuple[int, int]:
         """Number of scales or words of a super-block, and the bytes of each."""
         layout, found = LAYOUTS[self.kind], super_blocks.FORMATS.get(self.kind.lower())
+        if self.grid is not None:
+            return self.grid.halves, 2
         if found is not None and not self.is_expanded:
             return found.words, 4
         if self.kind == "MXFP4":
@@ -62,6 +68,8 @@ class BlockForm(NamedTuple):
 
     @property
     def scale_dtype(self) -> torch.dtype:
+        if self.grid is not None:
+            return torch.int16
         if self.scales[1] < 4:
             return SCALES[self.scales[1]]
         is_super = self.kind.lower() in super_blocks.FORMATS
@@ -72,7 +80,7 @@ class BlockForm(NamedTuple):
         found = super_blocks.FORMATS.get(self.kind.lower())
         if found is not None:
             return self.is_expanded and found.has_biases
-        return self.kind not in ("MXFP4", "IQ4_NL")
+        return self.kind not in ("MXFP4", "IQ4_NL") and self.grid is None
 
 
 @kernel(constants=1, outlined=True)
@@ -88,7 +96,10 @@ def convert_blocks(b, form, rows, offset, count, codes, scales, biases, overflow
     layout, valid = LAYOUTS[form.kind], valid_lanes(b, count)
     found, each = SPLITS[form.kind](Rows(b, rows, offset)), CHUNK // 4
     for chunk in range(layout.size // CHUNK):
-        packed = packed_chunk(b, found.codes[chunk * each : (chunk + 1) * each], layout.bits, form.in_lanes)
+        if form.grid is None:
+            packed = packed_chunk(b, found.codes[chunk * each : (chunk + 1) * each], layout.bits, form.in_lanes)
+        else:
+            packed = found.codes[chunk * layout.bits : (chunk + 1) * layout.bits]
         for i, word in enumerate(packed):
             store(b, b.and_(word, valid), codes, 4 * LANES * (chunk * layout.bits + i))
     numbers = (found.scales, found.biases)

@@ -84,7 +84,7 @@ def interleave(weight: QTensor, lanes: int) -> QTensor:
     dense = all(part.is_cpu and part.numel() and part[..., :1, :].is_contiguous() for part in parts)
     if weight.lanes != 1 or lanes != LANES or not dense:
         return weight.interleave(lanes)
-    bits = weight.bits if weight.bits in LANE_FIELDS else 0
+    bits = weight.bits if weight.bits in LANE_FIELDS and weight.grid is None else 0
     packed, scales = _interleaved(weight.packed, bits), _interleaved(weight.scales, 0)
     biases = None if weight.biases is None else _interleaved(weight.biases, 0)
     return replace(weight, packed=packed, scales=scales, biases=biases, lanes=lanes)

@@ -7,7 +7,7 @@ import torch
 
 from auraflux.ops._cases import Args
 from auraflux.ops.simd.isa import ISA
-from auraflux.quant import QTensor, affine, quantize
+from auraflux.quant import QTensor, affine, grids, quantize
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 LANES = ISA.lanes
@@ -21,6 +21,24 @@ def weight(
         # groups of checkpoints only: nothing is quantized to them
         return QTensor(*affine.encode(numbers, bits, group), bits, group, (rows, width)).interleave(lanes)
     return quantize(numbers, bits, group, kind).interleave(lanes)
+
+
+def grid(rows: int, width: int, kind: str, lanes: int = LANES) -> QTensor:
+    """Return random entries, signs and steps of a grid format, with scales of ordinary size."""
+    form, blocks = grids.FORMATS[kind], width // grids.SIZE
+    packed = torch.randint(-(2**31), 2**31, (rows, width * form.bits // 32), dtype=torch.int32)
+    halves = torch.randint(-(2**15), 2**15, (rows, blocks, form.halves), dtype=torch.int16)
+    scale = ((torch.rand(rows, blocks, 1) + 0.5) * 0.002).half().view(torch.int16)
+    if kind == "iq1_m":
+        quarters = scale.int() >> torch.arange(0, 16, 4, dtype=torch.int32) << 12
+        halves[..., :4] = (halves[..., :4].int() & 0xFFF | quarters).to(torch.int16)
+    else:
+        halves[..., :1] = scale
+    return QTensor(packed, halves.flatten(1), None, form.bits, form.group, (rows, width)).interleave(lanes)
+
+
+def grid_product(tokens: int, rows: int, width: int, kind: str, dtype: torch.dtype = F32, lanes: int = LANES) -> Args:
+    return {"x": torch.randn(tokens, width).to(dtype), "weight": grid(rows, width, kind, lanes)}
 
 
 def product(tokens: int, rows: int, width: int, bits: int, dtype: torch.dtype = F32, bias: bool = False, **options) -> Args:
@@ -115,6 +133,10 @@ def zeros(args: Args) -> Args:
 
 def lookup(tokens: int, rows: int, width: int, bits: int, **options) -> Args:
     return {"ids": torch.randint(0, rows, (tokens,)), "table": weight(rows, width, bits, **options)}
+
+
+def grid_lookup(tokens: int, rows: int, width: int, kind: str, lanes: int = LANES) -> Args:
+    return {"ids": torch.randint(0, rows, (tokens,)), "table": grid(rows, width, kind, lanes)}
 
 
 def large(rows: int, width: int, bits: int, group: int = 64) -> QTensor:

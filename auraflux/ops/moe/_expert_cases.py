@@ -5,11 +5,12 @@ from dataclasses import replace
 import torch
 
 from auraflux.ops._cases import Args, Case
+from auraflux.ops.linear._inputs import grid
 from auraflux.ops.moe.experts import Clamp, Experts, Gelu, Limit, ReluSquare, SharedExpert, blob_of
 from auraflux.ops.moe.reference import expert_mlp, expert_parts, mixture, sum_parts
 from auraflux.ops.moe.routing import Routing
 from auraflux.ops.simd.isa import ISA
-from auraflux.quant import QTensor, quantize
+from auraflux.quant import QTensor, grids, quantize
 
 BF16 = torch.bfloat16
 FAST = 2e-2  # two consecutive matmuls with rounded activations
@@ -31,6 +32,18 @@ def matrices(
 def layer(*shape: int, **options) -> Experts:
     made = matrices(*shape, **options)
     return Experts(made["gate"], made["up"], made["down"])
+
+
+def grid_layer(experts: int, hidden: int, inner: int, kind: str) -> Experts:
+    """Return experts in a grid format."""
+
+    def one(rows: int, width: int) -> QTensor:
+        made = grid(experts * rows, width, kind, lanes=1)
+        packed, scales = (part.view(experts, rows, -1) for part in (made.packed, made.scales))
+        return replace(made, packed=packed, scales=scales, shape=(experts, rows, width))
+
+    gate, up, down = (one(*shape).interleave(ISA.lanes) for shape in ((inner, hidden), (inner, hidden), (hidden, inner)))
+    return Experts(gate, up, down)
 
 
 def ungated(made: Experts) -> Experts:
@@ -192,6 +205,15 @@ EXPERT_CASES = [
             ("iq4", 4, {"group": 32, "kind": "iq4"}),
             ("fp8", 8, {"kind": "fp8"}),
         )
+    ),
+    *(
+        case(f"{kind}-{tokens}", lambda k=kind, t=tokens: routed(t, 2, grid_layer(3, 256, 256, k)))
+        for kind in grids.FORMATS
+        for tokens in (2, 40)
+    ),
+    *(
+        case(f"many-{kind}-bf16", lambda k=kind: routed(40, 2, grid_layer(3, 256, 256, k), BF16), tol=6e-3)
+        for kind in ("iq2_xxs", "iq3_s", "iq1_m")
     ),
     case("dense-f32", lambda: routed(9, 3, dense_stack(6, 63, 100, torch.float32))),
     case("dense-bf16", lambda: routed(9, 3, dense_stack(6, 63, 100, BF16))),

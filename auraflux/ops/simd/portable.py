@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from auraflux.ops.simd.vectors import F32, I8, I32, call, load, pick, splat, spread, vector
+from auraflux.ops.simd.vectors import F32, I8, I32, I64, call, load, pick, splat, spread, vector
+
+
+def _loads(b: ir.IRBuilder, table: ir.Value, numbers: list[ir.Value], kind: ir.IntType) -> ir.Value:
+    """Load some entries of a table, one by one, into a vector."""
+    found, start = ir.Constant(vector(kind, len(numbers)), ir.Undefined), b.ptrtoint(table, I64)
+    for lane, number in enumerate(numbers):
+        entry = load(b, start, b.mul(b.zext(number, I64), ir.Constant(I64, kind.width // 8)), kind)
+        found = b.insert_element(found, entry, ir.Constant(I32, lane))
+    return found
 
 
 class Term(NamedTuple):
@@ -143,6 +152,19 @@ class Isa:
     def at_least(self, b: ir.IRBuilder, x: ir.Value, bound: ir.Value) -> ir.Value:
         """Return x, or the bound where x is less; NaN propagates."""
         return b.select(b.fcmp_ordered(">", bound, x), bound, x)
+
+    def gather(self, b: ir.IRBuilder, table: ir.Value, index: ir.Value) -> ir.Value:
+        """Load the entry of a table for each lane: integers of 32 bits."""
+        return _loads(b, table, [b.extract_element(index, ir.Constant(I32, lane)) for lane in range(self.lanes)], I32)
+
+    def gather_pairs(self, b: ir.IRBuilder, table: ir.Value, index: ir.Value) -> list[ir.Value]:
+        """Load entries of 64 bits: of the first half of the lanes, and of the others."""
+        numbers, half = [b.extract_element(index, ir.Constant(I32, lane)) for lane in range(self.lanes)], self.lanes // 2
+        return [_loads(b, table, numbers[first : first + half], I64) for first in (0, half)]
+
+    def every_other(self, b: ir.IRBuilder, x: ir.Value, y: ir.Value, first: int) -> ir.Value:
+        """Return every other lane of two vectors, from lane `first` on."""
+        return pick(b, x, y, list(range(first, 2 * self.lanes, 2)))
 
     def look_up(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
         """Replace each byte, in 0..15, by its entry of the table."""

@@ -6,7 +6,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from auraflux.ops.simd.portable import Isa, Term
-from auraflux.ops.simd.vectors import I16, call, splat, vector
+from auraflux.ops.simd.vectors import I8, I16, I32, I64, call, pick, splat, vector
 
 
 class Avx512(Isa):
@@ -16,6 +16,21 @@ class Avx512(Isa):
 
     def dot(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
         return vpdpbusd(b, total, codes, acts, 512)
+
+    def gather(self, b: ir.IRBuilder, table: ir.Value, index: ir.Value) -> ir.Value:
+        masks, scale = splat(vector(ir.IntType(1), 16), 1), ir.Constant(I32, 4)
+        name = "llvm.x86.avx512.mask.gather.dpi.512"
+        return call(b, name, self.ints, splat(self.ints, 0), table, index, masks, scale)
+
+    def gather_pairs(self, b: ir.IRBuilder, table: ir.Value, index: ir.Value) -> list[ir.Value]:
+        kind, masks, scale = vector(I64, 8), splat(vector(ir.IntType(1), 8), 1), ir.Constant(I32, 8)
+        name = "llvm.x86.avx512.mask.gather.dpq.512"
+        return [call(b, name, kind, splat(kind, 0), table, part, masks, scale) for part in _halves(b, index)]
+
+    def every_other(self, b: ir.IRBuilder, x: ir.Value, y: ir.Value, first: int) -> ir.Value:
+        # one instruction; LLVM narrows both vectors and joins them
+        places = ir.Constant(self.ints, list(range(first, 32, 2)))
+        return call(b, "llvm.x86.avx512.vpermi2var.d.512", self.ints, x, places, y)
 
     def look_up(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
         return call(b, "llvm.x86.avx512.pshuf.b.512", self.bytes, ir.Constant(self.bytes, table * 4), codes)
@@ -63,6 +78,15 @@ class Avx2(Isa):
     def _add_pairs(self, b: ir.IRBuilder, total: ir.Value, pairs: ir.Value) -> ir.Value:
         return b.add(total, call(b, "llvm.x86.avx2.pmadd.wd", self.ints, pairs, splat(vector(I16, 16), 1)))
 
+    def gather(self, b: ir.IRBuilder, table: ir.Value, index: ir.Value) -> ir.Value:
+        zero, mask = splat(self.ints, 0), splat(self.ints, -1)
+        return call(b, "llvm.x86.avx2.gather.d.d.256", self.ints, zero, table, index, mask, ir.Constant(I8, 4))
+
+    def gather_pairs(self, b: ir.IRBuilder, table: ir.Value, index: ir.Value) -> list[ir.Value]:
+        kind, name = vector(I64, 4), "llvm.x86.avx2.gather.d.q.256"
+        rest = splat(kind, -1), ir.Constant(I8, 8)
+        return [call(b, name, kind, splat(kind, 0), table, part, *rest) for part in _halves(b, index)]
+
     def look_up(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
         return call(b, "llvm.x86.avx2.pshuf.b", self.bytes, ir.Constant(self.bytes, table * 2), codes)
 
@@ -79,6 +103,11 @@ class AvxVnni(Avx2):
 
     def dots(self, b: ir.IRBuilder, sums: dict[int, ir.Value], terms: list[Term], bits: int, unpacked: bool) -> None:
         Isa.dots(self, b, sums, terms, bits, unpacked)
+
+
+def _halves(b: ir.IRBuilder, vectors: ir.Value) -> list[ir.Value]:
+    half = vectors.type.count // 2
+    return [pick(b, vectors, vectors, list(range(first, first + half))) for first in (0, half)]
 
 
 def vpdpbusd(b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, width: int) -> ir.Value:

@@ -30,6 +30,7 @@ ALIGNMENT = 4096
 PARTS = ("packed", "scales", "biases")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
 DTYPES["int32"] = torch.int32  # words of super-blocks
+DTYPES["int16"] = torch.int16  # halves of grids
 # far above any model; products of manifest values stay within 64 bits
 LIMITS = {"count": 1 << 16, "hidden": 1 << 20, "inner": 1 << 20, "lanes": 64, "bits": 8, "group": 1 << 10}
 MAX_LAYERS = 1 << 12

@@ -334,7 +334,7 @@ class _MLXFormat(TypedDict, total=False):
 def _mlx_format(found: Fields) -> _MLXFormat:
     """Read mlx-lm's description of a format; missing keys are left out."""
     made = _MLXFormat()
-    if (bits := found.get("bits", integer(2, 8), None)) is not None:
+    if (bits := found.get("bits", integer(1, 8), None)) is not None:
         made["bits"] = bits
     if (group := found.get("group_size", integer(1, 1024), None)) is not None:
         made["group_size"] = group

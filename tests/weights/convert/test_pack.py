@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from auraflux.errors import FormatError
+from auraflux.ops.simd.isa import ISA
 from auraflux.quant import QTensor
 from auraflux.quant.super_blocks import FORMATS
 from auraflux.weights.experts.packed_files import ExpertFile, ExpertFiles
@@ -133,6 +134,26 @@ def test_gguf_super_blocks_are_unchanged_for_a_cpu(tmp_path):
     stored = open_checkpoint(source).load(downs[0])
     assert isinstance(stored, QTensor)
     assert torch.equal(codes.dequantize(torch.float32), stored.dequantize(torch.float32))
+
+
+def test_gguf_grids_take_the_bytes_of_the_file_on_any_machine(tmp_path):
+    model = tiny_for_gguf("qwen3moe", moe_intermediate_size=256)
+    tensors, ids = gguf_tensors(model, "qwen3moe"), list(range(1, 20))
+    downs = [name for name in tensors if "switch_mlp.down_proj" in name]
+    metadata = METADATA["qwen3moe"] | {"expert_feed_forward_length": 256}
+    kinds = dict(zip(downs, ("IQ2_XXS", "IQ1_M"), strict=True))
+    source = write_gguf(tmp_path / "m.gguf", tensors, "Q8_0", "qwen3moe", metadata, kinds)
+    wanted = logits(source, ids)
+    for lanes in (ISA.lanes, 1):
+        folder = packed(source, tmp_path / f"packed-{lanes}", lanes=lanes)
+        found = [file.like["down"] for file in experts_of(folder).files]
+        assert [each.kind for each in found] == ["iq2_xxs", "iq1_m"]
+        assert [each.nbytes * 8 / (HIDDEN * 256) for each in found] == [2.0625, 1.75]
+        assert error(logits(folder, ids), wanted) < 1e-6
+    # mlx-lm has no grids
+    codes = open_checkpoint(converted(source, tmp_path / "mlx", bits=8)).load(downs[0])
+    assert isinstance(codes, QTensor)
+    assert codes.in_mlx
 
 
 def test_super_blocks_raise_on_a_gpu():

@@ -10,12 +10,13 @@ from gguf import GGMLQuantizationType, quants
 
 from auraflux.quant.gguf_blocks import LAYOUTS, NOT_IN_MLX
 from auraflux.weights.formats.gguf_architectures import ARCHITECTURES, ENDS
+from tests.quant.test_gguf_blocks import set_scales_of_iq1_m
 from tests.tested import external_oracle
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, WIDTH, VOCAB = 128, 192, 2, 4, 2, 32, 96
 
 # a type that is requantized at load
-OTHERS = {"IQ3_S": np.dtype([("scale", "<f2"), ("rest", "V108")])}
+OTHERS = {"NVFP4": np.dtype([("scales", "V4"), ("codes", "V32")])}
 # types that the package cannot quantize to
 UNWRITTEN = {*NOT_IN_MLX, *OTHERS, "Q4_K", "Q5_K"}
 
@@ -131,6 +132,8 @@ def any_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
     blocks = octets.reshape(-1).view(OTHERS[kind] if kind in OTHERS else LAYOUTS[kind].record)
     for name in {"scale", "least"} & set(blocks.dtype.names or ()):
         blocks[name] = 1e-4
+    if kind == "IQ1_M":
+        set_scales_of_iq1_m(blocks, np.full(len(blocks), 1e-4, np.float16))
     return octets
 
 

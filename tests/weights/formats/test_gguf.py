@@ -9,7 +9,7 @@ from auraflux.models.gemma3_text import Config as Gemma3
 from auraflux.models.llama import Config as Llama
 from auraflux.ops import llama3_frequencies, rope_frequencies
 from auraflux.ops.simd.isa import ISA
-from auraflux.quant import QTensor
+from auraflux.quant import QTensor, grids
 from auraflux.quant.gguf_blocks import NOT_IN_MLX
 from auraflux.weights.formats.checkpoint import open_checkpoint
 from auraflux.weights.formats.gguf import GGUFFile
@@ -126,11 +126,27 @@ def test_super_block_scales_are_expanded_with_enough_memory(tmp_path, monkeypatc
 def test_requantized_types_are_noted(tmp_path):
     name = "model.layers.1.mlp.down_proj.weight"
     tensors = llama_tensors() | {name: np.zeros((HIDDEN, 256), np.float32)}
-    found = open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, "Q8_0", kinds={name: "IQ3_S"}))
-    assert found.notes == [f"GGUF type IQ3_S (1 of {len(tensors)} tensors) is requantized to 8 bits in groups of 64."]
+    found = open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, "Q8_0", kinds={name: "NVFP4"}))
+    assert found.notes == [f"GGUF type NVFP4 (1 of {len(tensors)} tensors) is requantized to 8 bits in groups of 64."]
     stored = found.load(name)
     assert isinstance(stored, QTensor)
     assert (stored.bits, stored.group) == (8, 64)
+
+
+@pytest.mark.parametrize("kind", sorted(map(str.upper, grids.FORMATS)))
+def test_grids_take_the_bytes_of_the_file(tmp_path, kind: str):
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors = llama_tensors() | {name: np.zeros((HIDDEN, 256), np.float32)}
+    found = open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, "Q8_0", kinds={name: kind}))
+    assert found.notes == []
+    rows, lanes = found.load(name), found.load_interleaved(name, ISA.lanes, True)
+    assert isinstance(rows, QTensor)
+    assert isinstance(lanes, QTensor)
+    assert rows.kind == lanes.kind == kind.lower()
+    assert rows.nbytes == lanes.nbytes == found.sizes()[name]
+    wanted = torch.from_numpy(decoded(any_blocks((HIDDEN, 256), kind), kind))
+    assert torch.equal(rows.dequantize(), wanted)
+    assert torch.equal(lanes.dequantize(), wanted)
 
 
 def test_split_files(tmp_path):

@@ -80,7 +80,7 @@ REFUSED = {
     "heads": ({"num_attention_heads": 4, "num_key_value_heads": 3}, "which 3 num_key_value_heads cannot share"),
     "rope": ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor = '2'; a number"),
     "rope of a layer": ({"rope_parameters": {"full_attention": {"rope_theta": -1}}}, "rope_theta = -1; a number"),
-    "bits": ({"quantization": {"bits": 99, "group_size": 64}}, "bits = 99; an integer from 2 to 8"),
+    "bits": ({"quantization": {"bits": 99, "group_size": 64}}, "bits = 99; an integer from 1 to 8"),
     "module": ({"quantization": {"bits": 4, "group_size": 64, "lm_head": {"bits": []}}}, r"lm_head has bits = \[\]"),
     "ends": ({"eos_token_id": [[1]]}, r"eos_token_id = \[\[1\]\]; an integer"),
     "eps": ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan; a number"),

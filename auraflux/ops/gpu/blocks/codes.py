@@ -5,6 +5,8 @@ Kernels know a format by its bits, its group and its kind (`FORM`, see `QTensor.
 and NVFP4's as level / 2**14 and FP8's as value / 2**8, whose bits are those of a half with a smaller exponent. No code is NaN:
 `quant/fp8.py` refuses FP8 weights that contain it.
 
+Grids (`grids.py`) have no codes of their own; their table takes the place of biases.
+
 `weights_at` reads any code of any row; `dot_codes.py` reads 16 at a time with fewer instructions.
 """
 
@@ -16,6 +18,8 @@ import triton
 import triton.language as tl
 
 from auraflux.ops._dispatch import Declined
+from auraflux.ops.gpu.blocks import grids
+from auraflux.ops.gpu.blocks.grids import grid_weights_at, is_grid
 from auraflux.quant import QTensor, levels
 
 
@@ -119,11 +123,15 @@ def weight_value(value, scale, bias, FORM: tl.constexpr):
 @triton.jit
 def weights_at(packed, scales, biases, row, k, there, K, BITS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr):
     """Load weights in float32 at rows (int64) and columns that broadcast."""
-    UNIT: tl.constexpr = 4 if BITS == 6 or BITS == 8 else 16 if BITS == 2 else 8
-    low, high = unit_bits(packed + row * (K // 32 * BITS), k // UNIT, there, BITS)
-    at = row * (K // GROUP) + k // GROUP
-    scale, bias = scale_value(scales, at, there, FORM), bias_value(biases, at, there, FORM)
-    return weight_value(value_of(raw_code(low, high, k % UNIT, BITS), biases, BITS, FORM), scale, bias, FORM)
+    if is_grid(FORM):
+        weights = grid_weights_at(packed, scales, biases, row, k, there, K, FORM)
+    else:
+        UNIT: tl.constexpr = 4 if BITS == 6 or BITS == 8 else 16 if BITS == 2 else 8
+        low, high = unit_bits(packed + row * (K // 32 * BITS), k // UNIT, there, BITS)
+        at = row * (K // GROUP) + k // GROUP
+        scale, bias = scale_value(scales, at, there, FORM), bias_value(biases, at, there, FORM)
+        weights = weight_value(value_of(raw_code(low, high, k % UNIT, BITS), biases, BITS, FORM), scale, bias, FORM)
+    return weights
 
 
 class Codes(NamedTuple):
@@ -143,6 +151,8 @@ def operands(weight: QTensor) -> Codes:
     """Return a weight's operands; without biases, a table of levels or the scales, which are not read, take their place."""
     if weight.biases is not None:
         return Codes(weight.packed, weight.scales, weight.biases)
+    if weight.grid is not None:
+        return Codes(weight.packed, weight.scales, grids.table(weight.kind, weight.device))
     return Codes(weight.packed, weight.scales, _table("iq4", weight.device) if weight.kind == "iq4" else weight.scales)
 
 

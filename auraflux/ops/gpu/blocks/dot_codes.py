@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.gpu.blocks.codes import bias_value, centre_of, half_value, scale_value, shift_of
+from auraflux.ops.gpu.blocks.grids import grid_scale, grid_values, grid_words, is_grid
 from auraflux.ops.gpu.device import INTERPRETED, multiprocessors, not_hopper
 from auraflux.ops.gpu.sizes import cdiv, power_of_two
 from auraflux.quant import QTensor, levels
@@ -228,10 +229,13 @@ def _requested(
     found = ()
     for r in tl.static_range(ROWS):
         line = tl.minimum(row + r, rows - 1).to(tl.int64)
-        at = line * (K // GROUP) + unit * 16 // GROUP
-        words = unit_words(codes.packed + line * (K // 32 * BITS), unit, there, BITS)
-        scale, bias = scale_value(codes.scales, at, there, FORM), bias_value(codes.biases, at, there, FORM)
-        found += ((words, scale, bias),)  # type: ignore[assignment]
+        if is_grid(FORM):
+            found += (grid_words(codes.packed, codes.scales, line, unit, there, K, FORM),)  # type: ignore[assignment]
+        else:
+            at = line * (K // GROUP) + unit * 16 // GROUP
+            words = unit_words(codes.packed + line * (K // 32 * BITS), unit, there, BITS)
+            scale, bias = scale_value(codes.scales, at, there, FORM), bias_value(codes.biases, at, there, FORM)
+            found += ((words, scale, bias),)  # type: ignore[assignment]
     return found
 
 
@@ -278,8 +282,11 @@ def row_sums(
         xs, sum_x = _inputs(x, unit, None if EVEN else unit < units, UNITS)
         new = ()
         for r in tl.static_range(ROWS):
-            words, scale, bias = mine[r]
-            values = unit_values(words, unit, codes.biases, BITS, FORM, HOPPER)
+            if is_grid(FORM):
+                values, scale = grid_values(mine[r], unit, codes.biases, FORM), grid_scale(mine[r], unit, FORM)
+            else:
+                words, scale, bias = mine[r]
+                values = unit_values(words, unit, codes.biases, BITS, FORM, HOPPER)
             part = values[0] * xs[0]
             for j in tl.static_range(1, 16):
                 part = tl.fma(values[j], xs[j], part)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from auraflux.ops.gpu.blocks.codes import bias_value, scale_value, value_of, weight_value
 from auraflux.ops.gpu.blocks.dot_codes import joined, unit_values
+from auraflux.ops.gpu.blocks.grids import grid_scale, grid_values, grid_words, is_grid
 from auraflux.quant import QTensor
 
 COLUMNS = 64  # inputs per product
@@ -26,13 +27,20 @@ def weights_tile(
     wide = row.to(tl.int64)[:, None]
     if BITS == 0:
         return tl.load(codes.packed + wide * K + k[None, :], mask=there & (k < K)[None, :], other=0.0)
-    elif GROUP < BK or BITS == 3 or BITS == 5 or BITS == 6:  # noqa: RET505
+    elif is_grid(FORM):  # noqa: RET505
+        unit = start // 16 + tl.arange(0, BK // 16)[None, :]
+        words = grid_words(codes.packed, codes.scales, wide, unit, there & (unit * 16 < K), K, FORM)
+        scale, values, found = grid_scale(words, unit, FORM), grid_values(words, unit, codes.biases, FORM), ()
+        for j in tl.static_range(16):
+            found += (values[j] * scale,)  # type: ignore[assignment]
+        return tl.reshape(joined(found, 0, 1, 16), [row.shape[0], BK])
+    elif GROUP < BK or BITS == 3 or BITS == 5 or BITS == 6:
         unit = start // 16 + tl.arange(0, BK // 16)[None, :]
         inside = there & (unit * 16 < K)
         words, found = (), ()
         for i in tl.static_range((BITS + 1) // 2):
             at = wide * (K // 32 * BITS) + unit * BITS // 2 + i
-            words += (tl.load(codes.packed + at, mask=inside, other=0),)  # type: ignore[assignment]
+            words += (tl.load(codes.packed + at, mask=inside, other=0),)
         at = wide * (K // GROUP) + unit * 16 // GROUP
         scale, bias = scale_value(codes.scales, at, inside, FORM), bias_value(codes.biases, at, inside, FORM)
         values = unit_values(words, unit, codes.biases, BITS, FORM, False)

@@ -14,6 +14,7 @@ from auraflux.ops.linear._inputs import (
     flops,
     from_stream,
     gated_stream,
+    grid_lookup,
     in_bf16,
     in_bf16_of,
     lookup,
@@ -36,6 +37,7 @@ from auraflux.ops.linear.reference import (
     gate_up_swiglu,
     linears,
 )
+from auraflux.quant import grids
 
 CASES = [
     *LINEAR_CASES,
@@ -191,6 +193,7 @@ CASES = [
     Case(embed, "row-order", lambda: lookup(5, 63, 128, 8, lanes=1, scales=F32), nbytes=touched),
     Case(embed, "fp8", lambda: lookup(5, 63, 128, 8, kind="fp8"), nbytes=touched),
     *[Case(embed, name, partial(lookup, 5, 63, 96, bits, **options), nbytes=touched) for name, bits, options in BLOCKS],
+    *[Case(embed, kind, partial(grid_lookup, 5, 63, 512, kind), nbytes=touched) for kind in grids.FORMATS],
     Case(embed, "mxfp4", lambda: lookup(5, 63, 128, 4, group=32, kind="mxfp4"), nbytes=touched),
     Case(embed, "f16-scales", lambda: lookup(5, 63, 128, 4, group=32, scales=F16), nbytes=touched),
     Case(embed, "dense", lambda: {"ids": torch.tensor([3, 0, 3]), "table": torch.randn(4, 63)}),

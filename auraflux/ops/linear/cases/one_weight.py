@@ -15,6 +15,7 @@ from auraflux.ops.linear._inputs import (
     coded,
     dense,
     flops,
+    grid_product,
     large_format,
     large_product,
     product,
@@ -23,6 +24,7 @@ from auraflux.ops.linear._inputs import (
 from auraflux.ops.linear.reference import (
     linear,
 )
+from auraflux.quant import grids
 
 FAST = 1e-2  # quantizing activations to int8 per group has a relative RMS error of 0.6%
 
@@ -172,6 +174,20 @@ LINEAR_CASES = [
         )
         for name, bits, options in UNITS
         for tokens, rows, width in ((1, 48, 384), (1, 64, 2048), (1, 33, 640), (7, 48, 384))
+    ],
+    *[
+        linear_case(f"{kind}-{tokens}", lambda t=tokens, k=kind: grid_product(t, 50, 512, k))
+        for kind in grids.FORMATS
+        for tokens in (1, 8, 64)
+    ],
+    *[
+        linear_case(f"bf16-{kind}-{tokens}", lambda t=tokens, k=kind: grid_product(t, 50, 768, k, BF16), tol=4e-3)
+        for kind in grids.FORMATS
+        for tokens in (1, 7)
+    ],
+    *[
+        linear_case(f"format-{kind}", lambda k=kind: grid_product(1, 11008, 4096, k), exact=False, tol=FAST, bench=True)
+        for kind in grids.FORMATS
     ],
     linear_case("f16-q6k", lambda: product(1, 48, 384, 6, F16, group=16, kind="centred"), tol=1e-3, slow=True),
     *contracts("q3k-row-order", lambda: product(5, 50, 96, 3, group=16, kind="centred", lanes=1)),

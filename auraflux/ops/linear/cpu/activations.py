@@ -4,6 +4,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from auraflux.ops.linear.cpu.forms import HALF_MIDDLE, MIDDLE, Form, activation_order, float_order
+from auraflux.ops.linear.cpu.grid_codes import grid_order
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.vectors import F32, I8, I32, MAGIC, at, call, fma, kernel, load, pick, splat, spread, store, vector
 from auraflux.quant.packing import CHUNK
@@ -20,7 +21,8 @@ def prepare_token(b, form, x, groups, acts, scales, sums):
         slot = b.mul(loop.index, at(4))
         if form.digits:
             digits, scale, total = (_round_group if form.digits == 1 else _split_group)(b, values)
-            order = [chunk + i for chunk in range(0, group, CHUNK) for i in activation_order(form.bits)[:group]]
+            in_chunk = activation_order(form.bits) if form.grid is None else grid_order(form)
+            order = [chunk + i for chunk in range(0, group, CHUNK) for i in in_chunk[:group]]
             place = b.mul(b.sdiv(loop.index, at(form.parts)), at(form.span * form.digits))
             place = b.add(place, b.mul(b.srem(loop.index, at(form.parts)), at(group)))
             for i, digit in enumerate(digits):

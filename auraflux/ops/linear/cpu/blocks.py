@@ -43,9 +43,10 @@ def _unpack(form, words, span, groups):
     code_step, scale_step, unpacked_step = span.steps
     scales, biases, wide_step = span.wide
     for i in range(span.size):
-        unpack_rows((form, span.codes + i * code_step, groups, span.unpacked + i * unpacked_step))
+        codes, some = span.codes + i * code_step, span.scales + i * scale_step
+        unpack_rows((form, codes, some, groups, span.unpacked + i * unpacked_step))
         if words:
-            widen_scales((form, span.scales + i * scale_step, groups, scales + i * wide_step, biases + i * wide_step))
+            widen_scales((form, codes, some, groups, scales + i * wide_step, biases + i * wide_step))
 
 
 @numba.njit(inline="always")
@@ -82,14 +83,15 @@ def multiply_blocks(form, words, span, acts, panel, index, left, groups, out_str
 
 
 @numba.njit(inline="always")
-def multiply_blocks_by_panel(form, words, span, acts, panel, index, left, groups, out_stride):
+def multiply_blocks_by_panel(form, words, whole, span, acts, panel, index, left, groups, out_stride):
     """Multiply blocks of rows with interleaved tokens, unless there is one.
 
+    whole  several tokens always make tiles of the widest size, see `gather_panel`
     panel  address of the first tile, bytes from one to the next, and how many there are
     """
     scales, biases, wide_step = span.wide
     tile, tile_step, tiles = panel
-    if tiles <= 1 and not (IN_PAIRS and left > FOUR):
+    if tiles <= 1 and (left <= 1 if whole else not (IN_PAIRS and left > FOUR)):
         _blocks_by_tile(form, words, span, acts, tile, index, left, groups, out_stride)
         return
     _unpack(form, words, span, groups)
@@ -113,7 +115,7 @@ def _blocks_by_tile(form, words, span, acts, tile, index, tokens, groups, out_st
             continue
         if words:
             wide_scales, wide_biases, wide_step = span.wide
-            widen_scales((form, scales, groups, wide_scales + i * wide_step, wide_biases + i * wide_step))
+            widen_scales((form, codes, scales, groups, wide_scales + i * wide_step, wide_biases + i * wide_step))
             scales, biases = wide_scales + i * wide_step, wide_biases + i * wide_step
         packed = (codes, scales, biases)
         if tokens <= TWO:
@@ -125,14 +127,14 @@ def _blocks_by_tile(form, words, span, acts, tile, index, tokens, groups, out_st
 
 
 @numba.njit(inline="always")
-def gather_panel(form, panel, acts, index, left, groups):
-    """Fill the tiles; a single tile may be smaller, and one token needs none."""
+def gather_panel(form, whole, panel, acts, index, left, groups):
+    """Fill the tiles; a single tile may be smaller, unless it must be `whole`, and one token needs none."""
     tile, tile_step, tiles = panel
-    if 1 < left <= TWO:
+    if not whole and 1 < left <= TWO:
         gather_tile((form, TWO, acts, index, groups, tile, left - 1))
-    elif TWO < left <= FOUR:
+    elif not whole and TWO < left <= FOUR:
         gather_tile((form, FOUR, acts, index, groups, tile, left - 1))
-    elif left > FOUR:
+    elif left > 1:
         for t in range(tiles):
             last = min(left - WIDEST * t, WIDEST) - 1
             gather_tile((form, WIDEST, acts, index + 8 * WIDEST * t, groups, tile + t * tile_step, last))

@@ -6,8 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from auraflux.ops.linear.cpu.forms import BLOCK, Form
+from auraflux.ops.linear.cpu.grid_codes import of_form
+from auraflux.ops.linear.cpu.unpack import unpack_rows, unpacked_places, widen_scales
 from auraflux.ops.linear.reference import Weight
-from auraflux.ops.simd.jit import Kernel, arguments, floats, halves, int32s, int64s, jit, octets, share, threads
+from auraflux.ops.simd.jit import Kernel, arguments, floats, halves, int32s, int64s, jit, octets, share, threads, workspace
 from auraflux.ops.simd.math import float_of_bits
 from auraflux.quant import QTensor, affine, levels, mxfp4
 from auraflux.quant.packing import CHUNK, LANE_FIELDS
@@ -147,6 +150,61 @@ def _super_rows(args, job, jobs):
                 out[i] = levels[_code(codes, i, bits, lanes, places, pieces)] * scale + bias
 
 
+@cache
+def _grid_kernel(spec: Form) -> tuple[Kernel, int, Tensor]:
+    """Return the look-up of rows of a grid, the scratch memory of a job for each input, and the place of unpacked values.
+
+    All rows of a block are unpacked for one of them, as for products.
+    """
+    form, group, bits, words, zero = spec.text, spec.group, spec.bits, spec.words, spec.zero
+    # of an input: unpacked bytes and scales; then the words and halves of a block
+    unpacked_nbytes, scale_nbytes = BLOCK, -(-4 * BLOCK // group)
+    code_nbytes, half_nbytes = -(-BLOCK * bits // 8), -(-2 * BLOCK * words // SIZE)
+    nbytes = unpacked_nbytes + scale_nbytes + code_nbytes + half_nbytes
+    unit = np.float32(of_form(spec).unit)
+
+    @Kernel
+    def rows(args, job, jobs):
+        ids, long, packed, parts, lanes, width, places_at, count, target, space = arguments(args, 10)
+        code_words, halves_each = width * bits // 32, width // SIZE * words
+        unpacked = space + job * width * nbytes
+        scales = unpacked + width * unpacked_nbytes
+        codes_copy = scales + width * scale_nbytes
+        halves_copy = codes_copy + width * code_nbytes
+        places = int32s(places_at, CHUNK * BLOCK)
+        for place in share(count, job, jobs):
+            block, lane = _place_of(ids, long, place, lanes)
+            codes, some = packed + 4 * code_words * block * lanes, parts + 2 * halves_each * block * lanes
+            if lanes == 1:
+                _repeat(int32s(codes, code_words), int32s(codes_copy, code_words * BLOCK), code_words)
+                _repeat(halves(some, halves_each), halves(halves_copy, halves_each * BLOCK), halves_each)
+                codes, some = codes_copy, halves_copy
+            unpack_rows((form, codes, some, width // group, unpacked))
+            widen_scales((form, codes, some, width // group, scales, scales))
+            found, factors = octets(unpacked, width * BLOCK), floats(scales, width // group * BLOCK)
+            out = floats(target + 4 * place * width, width)
+            for i in range(width):
+                value = np.int8(found[i // CHUNK * CHUNK * BLOCK + places[i % CHUNK * BLOCK + lane]]) - np.int8(zero)
+                out[i] = np.float32(value) * (factors[i // group * BLOCK + lane] * unit)
+
+    return rows, nbytes, unpacked_places(spec)
+
+
+@jit
+def _repeat(source, target, count):
+    for i in range(count):
+        for lane in range(BLOCK):
+            target[i * BLOCK + lane] = source[i]
+
+
+def _embed_grid(jobs: int, given: tuple[int, bool], table: QTensor, count: int, out: Tensor) -> None:
+    grid, width = table.grid, table.shape[1]
+    assert grid is not None
+    rows, nbytes, places = _grid_kernel(Form(True, table.bits, table.group, table.kind, grid.halves))
+    space = workspace(jobs * width * nbytes)
+    rows(jobs, *given, *table.addresses[:2], table.lanes, width, places.data_ptr(), count, out.data_ptr(), space)
+
+
 @Kernel
 def _dense_rows(args, job, jobs):
     ids, long, table, nbytes, count, target = arguments(args, 6)
@@ -171,6 +229,9 @@ def embed(ids: Tensor, table: Weight) -> Tensor:
         _dense_rows(jobs, *given, table.data_ptr(), width * table.itemsize, count, rows.data_ptr())
         return rows
     out = torch.empty(*ids.shape, width)
+    if table.grid is not None:
+        _embed_grid(jobs, given, table, count, out)
+        return out
     found, places = table.super_block, _places(table.bits, table.lanes > 1)
     sizes = table.bits, table.group, table.lanes, width, places.data_ptr(), places.shape[1], count, out.data_ptr()
     if found is None:

@@ -3,7 +3,9 @@
 from typing import NamedTuple
 
 from auraflux.ops.simd.isa import ISA
+from auraflux.ops.simd.processor import has_feature
 from auraflux.ops.simd.vectors import MAGIC, MAGIC_BITS
+from auraflux.quant import grids
 from auraflux.quant.levels import IQ4
 from auraflux.quant.packing import CHUNK
 from auraflux.quant.super_blocks import SIZE
@@ -15,8 +17,9 @@ class Form(NamedTuple):
     fast   int8 activations and the byte dot product (e4m3: half precision), or float32
     bits, group  of the codes
     kind   dtype of scales: bf16, f16, f32, or e8m0 (MXFP4 exponents, no biases); without biases and with scales in f32:
-           e4m3 (FP8 codes), centred, iq4 and nvfp4 (see `quant/levels.py`)
-    words  of a super-block, which has f32 scales and biases in another form (see `quant/super_blocks.py`); 0 without them
+           e4m3 (FP8 codes), centred, iq4 and nvfp4 (see `quant/levels.py`), and the grids (`quant/grids.py`)
+    words  of a super-block, which has f32 scales and biases in another form (see `quant/super_blocks.py`); halves of a grid's;
+           0 without them
     """
 
     fast: bool
@@ -35,12 +38,22 @@ class Form(NamedTuple):
         return cls(fast == "1", int(bits), int(group), kind, int(words))
 
     @property
+    def grid(self) -> grids.Grid | None:
+        """The grid format; None for other codes."""
+        return grids.FORMATS.get(self.kind)
+
+    @property
+    def by_entry(self) -> bool:
+        """Entries of a grid are looked up in registers, not in memory."""
+        return IN_REGISTERS and self.kind in SMALL_GRIDS
+
+    @property
     def lift(self) -> int:
         """Power of two by which scales and biases are scaled down, because they start as denormal floats.
 
         Sums of codes and of activations are scaled up by as much, which limits activations to 2**100.
         """
-        return 23 if self.words and ISA.small_unit < 1 else 0
+        return 23 if self.words and self.grid is None and ISA.small_unit < 1 else 0
 
     @property
     def magic(self) -> tuple[int, float]:
@@ -54,7 +67,7 @@ class Form(NamedTuple):
 
     @property
     def scale_nbytes(self) -> int:
-        return {"bf16": 2, "f16": 2, "e8m0": 1}.get(self.kind, 4)
+        return {"bf16": 2, "f16": 2, "e8m0": 1}.get(self.kind, 4 if self.grid is None else 2)
 
     @property
     def has_biases(self) -> bool:
@@ -96,6 +109,8 @@ class Form(NamedTuple):
     @property
     def value_bits(self) -> int:
         """Significant bits of the dot product's weight bytes."""
+        if self.grid is not None:
+            return 7
         if self.kind in LEVELS and not self.signed:
             return (max(LEVELS[self.kind]) - min(LEVELS[self.kind])).bit_length()
         return self.bits
@@ -103,6 +118,8 @@ class Form(NamedTuple):
     @property
     def signed(self) -> bool:
         """Levels are looked up as signed values."""
+        if self.grid is not None:
+            return ISA.by_lane or not self.digits
         return self.kind in LEVELS and ISA.by_lane and self.digits > 0
 
     @property
@@ -114,6 +131,8 @@ class Form(NamedTuple):
     @property
     def zero(self) -> int:
         """Zero point of the dot product's weight bytes, for formats without biases."""
+        if self.grid is not None:
+            return 0 if self.signed else 64 if self.grid.has_signs else 16
         if self.kind in LEVELS:
             found = 0 if self.signed else -min(LEVELS[self.kind])
         else:
@@ -125,6 +144,8 @@ class Form(NamedTuple):
         """Unit of codes, which activations include; MXFP4's scales do."""
         if self.by_halves:
             return 256.0
+        if self.grid is not None:
+            return self.grid.unit
         return 0.5 if self.kind == "nvfp4" else 1.0
 
     @property
@@ -139,6 +160,9 @@ class Form(NamedTuple):
 
 
 BLOCK = ISA.lanes
+IN_REGISTERS = ISA.name == "avx512-vnni" and has_feature("avx512vbmi")
+# a gather is faster from 1024 entries on: by half with IQ2_S on two Sapphire Rapids cores
+SMALL_GRIDS = ("iq2_xxs", "iq2_xs", "iq3_xxs", "iq3_s")
 FLOATS, INTS, BYTES = ISA.floats, ISA.ints, ISA.bytes
 
 # twice the MXFP4 levels: integers

@@ -18,10 +18,12 @@ from numba.core import cgutils
 
 from auraflux.ops.linear.cpu.e4m3_products import dots_by_parity, dots_of_eighths, dots_of_halves
 from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, MIDDLE, Form, float_order
+from auraflux.ops.linear.cpu.grid_codes import GridBlock
 from auraflux.ops.linear.cpu.unpack import (
     SuperBlock,
     chunks,
     float_codes,
+    floats_of_bytes,
     in_place,
     scale_and_bias,
     shifts_in_place,
@@ -85,13 +87,14 @@ def rows_times_tokens(
     def begins(step):
         return [] if starts is None else ISA.reload(b, starts, step)
 
-    def multiply_span(number, scales_of=None, begin=None):
+    def multiply_span(number, scales_of=None, begin=None, read=None):
         code_at = b.add(codes, b.mul(number, at(form.span * BLOCK * code_bits // 8)))
         acts_at = [b.add(address, b.mul(number, at(form.span * form.act_nbytes))) for address in mine]
         if form.digits and tokens == 1 and at_once == 1 and ISA.prefetch_nbytes:
             # one token is memory-bound
             prefetch(b, [b.add(code_at, at(ISA.prefetch_nbytes))], form.span * BLOCK * form.bits // 8)
-        for part, dots in enumerate(inner(b, form, unpacked, code_at, acts_at, begin)):
+        dots_of = inner if read is None else partial(inner, read=read)
+        for part, dots in enumerate(dots_of(b, form, unpacked, code_at, acts_at, begin)):
             group = b.add(b.mul(number, at(form.parts)), at(part))
             # after the products, to relieve register pressure
             scale, bias = scale_and_bias(b, form, scales, biases, group) if scales_of is None else scales_of(part)
@@ -109,14 +112,19 @@ def rows_times_tokens(
         size, rounds = 4 // form.parts, SIZE // (4 * form.group)
         held_starts = ISA.spill(b, [splat(INTS, form.magic[0])] * 4)
         with cgutils.for_range(b, b.sdiv(count, at(size * rounds))) as loop:
-            super_block = SuperBlock(b, form, b.add(scales, b.mul(loop.index, at(4 * BLOCK * form.words))))
+            here = b.add(scales, b.mul(loop.index, at(form.scale_nbytes * BLOCK * form.words)))
+            if form.grid is None:
+                super_block = SuperBlock(b, form, here)
+            else:
+                super_block = GridBlock(b, form, b.add(codes, b.mul(loop.index, at(SIZE * BLOCK * form.bits // 8))), here)
             with cgutils.for_range(b, at(rounds)) as step:
                 scales_of = super_block.four(step.index)
                 first = b.mul(b.add(b.mul(loop.index, at(rounds)), step.index), at(size))
                 begin = ISA.reload(b, held_starts, first)
                 for i in range(size):
                     here = i * form.parts
-                    multiply_span(b.add(first, at(i)), partial(_later, scales_of, here), begin[here:])
+                    read = None if form.grid is None else partial(super_block.chunk, step.index, i)
+                    multiply_span(b.add(first, at(i)), partial(_later, scales_of, here), begin[here:], read)
                     if i % 2:
                         # registers hold the codes of two spans at a time
                         first = ISA.ordered_after(b, first, [b.load(total) for total in totals])
@@ -124,7 +132,6 @@ def rows_times_tokens(
     done = at(0)
     if form.words and not unpacked:
         multiply_super_blocks()
-        done = count
     elif at_once > 1:
         rounds = b.sdiv(count, at(at_once))
         with cgutils.for_range(b, rounds) as loop:
@@ -133,8 +140,9 @@ def rows_times_tokens(
                 here = slice(i * len(begin) // at_once, None)
                 multiply_span(b.add(b.mul(loop.index, at(at_once)), at(i)), begin=begin[here])
         done = b.mul(rounds, at(at_once))
-    with cgutils.for_range(b, b.sub(count, done)) as loop:
-        multiply_span(b.add(done, loop.index), begin=begins(loop.index))
+    if not form.words or unpacked:
+        with cgutils.for_range(b, b.sub(count, done)) as loop:
+            multiply_span(b.add(done, loop.index), begin=begins(loop.index))
     for t, total in enumerate(totals):
         store(b, b.load(total), out, b.mul(out_stride, at(t)))
 
@@ -155,10 +163,11 @@ def _later(scales_of, first, part):
     return scales_of(first + part)
 
 
-def _dots_of_bytes(b, form, unpacked, codes, acts, begin=None):
+def _dots_of_bytes(b, form, unpacked, codes, acts, begin=None, read=None):
     """Sum codes times activations, for each group of a span and each token.
 
     begin  initial sums of each group, if already in registers
+    read   returns the codes of a grid's chunk at an address
     """
     shifts, begin = shifts_in_place(form, len(acts)), begin or _starts(form, len(acts))
     starts = [dict(zip(shifts, begin[part * len(shifts) :], strict=False)) for part in range(form.parts)]
@@ -172,7 +181,7 @@ def _dots_of_bytes(b, form, unpacked, codes, acts, begin=None):
             found = [(b.bitcast(load(b, code_at, 4 * BLOCK * i, INTS), BYTES), 0) for i in range(8)]
         else:
             code_at = b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits)))
-            found = in_place(b, form, code_at, len(acts))
+            found = in_place(b, form, code_at, len(acts)) if read is None else [(v, 0) for v in read(code_at)]
         places = [b.add(address, b.mul(chunk, at(CHUNK))) for address in acts]
         x = [[ISA.quads(b, b.add(place, at(form.span * digit)), 8) for digit in range(form.digits)] for place in places]
         size = len(found) // form.parts
@@ -207,7 +216,7 @@ def add_digit(b: ir.IRBuilder, form: Form, lower: ir.Value | None, total: ir.Val
     return found if lower is None else fma(b, lower, splat(FLOATS, 1 / 256), found)
 
 
-def _dots_of_floats(b, form, unpacked, codes, acts, begin=None):
+def _dots_of_floats(b, form, unpacked, codes, acts, begin=None, read=None):
     dots = [[variable(b, splat(FLOATS, 0.0)) for _ in acts] for _ in range(form.parts)]
     size = CHUNK // form.parts
     with chunks(b, form) as chunk:
@@ -215,7 +224,8 @@ def _dots_of_floats(b, form, unpacked, codes, acts, begin=None):
             code_at = b.add(codes, b.mul(chunk, at(4 * BLOCK * CHUNK)))
             values = [load(b, code_at, 4 * BLOCK * i, FLOATS) for i in range(CHUNK)]
         else:
-            values = float_codes(b, form, b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits))))
+            here = b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits)))
+            values = float_codes(b, form, here) if read is None else floats_of_bytes(b, read(here))
         where = [b.add(address, b.mul(chunk, at(4 * CHUNK))) for address in acts]
         for first, totals in zip(range(0, CHUNK, size), dots, strict=True):
             _add_products(b, form, values, range(first, first + size), where, totals)

@@ -84,6 +84,9 @@ def rows_times_tile(b, form, size, unpacked, codes, scales, biases, tile, groups
     """Multiply one block of rows, unpacked or not (see `rows_times_tokens`), with a tile of `size` tokens; those past `last`
     are padding."""
     form = Form.parse(form)
+    if form.grid is not None and not unpacked:
+        # compiled, but never called: grids have whole tiles
+        return
     totals = [variable(b, splat(FLOATS, 0.0)) for _ in range(size)]
     scales_at, sums_at, starts_at = _parts(b, form, size, groups, tile)
     code_bits = 8 if unpacked else form.bits

@@ -44,7 +44,7 @@ from auraflux.ops.simd.jit import (
     threads,
     workspace,
 )
-from auraflux.quant import QTensor, levels, super_blocks
+from auraflux.quant import QTensor, grids, levels, super_blocks
 from auraflux.quant.packing import LANE_FIELDS
 
 TOGETHER = max(1, 16 // BLOCK)  # blocks unpacked before the tokens pass: amortizes reading the activations
@@ -126,6 +126,8 @@ class Driver:
 @cache
 def driver(fast: bool, bits: int, group: int, storage: torch.dtype | str, by_tiles: bool = False) -> Driver:
     """Return the driver for a weight format, see `QTensor.format`; `fast` quantizes activations to int8."""
+    if isinstance(storage, str) and storage in grids.FORMATS:
+        return Driver(Form(fast, bits, group, storage, grids.FORMATS[storage].halves))
     if isinstance(storage, str) and (found := super_blocks.FORMATS.get(storage)) is not None:
         return Driver(Form(fast, bits, group, PLAIN[found.expanded], found.words), by_tiles)
     return Driver(Form(fast, bits, group, KINDS[storage]), by_tiles)
@@ -188,9 +190,12 @@ def build_multiply(spec: Form, by_tiles: bool) -> Kernel:
     form, group, has_biases = spec.text, spec.group, int(spec.has_biases and not spec.words)
     act_nbytes, code_nbytes, scale_nbytes, bits = spec.act_nbytes, spec.unpacked_nbytes, spec.scale_nbytes, spec.bits
     # a constant, so that one branch is compiled; closures over functions would change the kernel's cache key per process
-    by_panel, by_matrix, in_places = has_panels(spec), int(by_tiles), spec.bits in LANE_FIELDS
+    by_panel, by_matrix = has_panels(spec), int(by_tiles)
+    in_places = spec.grid is None and spec.bits in LANE_FIELDS
     piece = INPUTS // group, group * BLOCK * bits // 8
     words, (scale_count, scale_inputs) = spec.words, spec.scales_of
+    # few tokens would decode a grid's entries again for each tile
+    whole = int(spec.grid is not None)
 
     @Kernel
     def multiply(args, job, jobs):
@@ -231,7 +236,7 @@ def build_multiply(spec: Form, by_tiles: bool) -> Kernel:
                 panel = (panels, tile_step, tiles)
                 if by_panel and gathered != (index, some_tokens):
                     # consecutive weights often have the same tokens
-                    gather_panel(form, panel, acts, index, some_tokens, groups)
+                    gather_panel(form, whole, panel, acts, index, some_tokens, groups)
                     gathered = (index, some_tokens)
                 for block in range(mine.start, mine.stop, TOGETHER):
                     some = min(TOGETHER, mine.stop - block)
@@ -271,7 +276,7 @@ def build_multiply(spec: Form, by_tiles: bool) -> Kernel:
                         else:
                             multiply_blocks(form, words, span, acts, panel, index, some_tokens, groups, step)
                     elif by_panel:
-                        multiply_blocks_by_panel(form, words, span, acts, panel, index, some_tokens, groups, step)
+                        multiply_blocks_by_panel(form, words, whole, span, acts, panel, index, some_tokens, groups, step)
                     else:
                         multiply_blocks(form, words, span, acts, panel, index, some_tokens, groups, step)
                 index, left, out = index + 8 * some_tokens, left - some_tokens, out + some_tokens * table[p + STRIDE]

@@ -88,6 +88,8 @@ def _refuses_tiles(weight: QTensor) -> str | None:
         return "AMX is not there, or not used"
     if weight.kind == "fp8":
         return "FP8 codes are not integers"
+    if weight.grid is not None:
+        return "entries of a grid are decoded for registers"
     # the float32 steps of a group take longer than its products
     return None if weight.group >= CHUNK else f"groups of {weight.group} are as fast without AMX"
 

@@ -2,12 +2,17 @@
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import cache
 
+import torch
 from llvmlite import ir
 from numba.core import cgutils
+from torch import Tensor
 
 from auraflux.ops.linear.cpu.e4m3 import by_input, by_parity, eighth, half_codes
 from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, LEVELS, Form
+from auraflux.ops.linear.cpu.grid_codes import GridBlock, grid_order
+from auraflux.ops.linear.cpu.halves import half_floats
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.vectors import I16, at, call, fma, kernel, load, pick, splat, store, vector
 from auraflux.quant.packing import CHUNK, LANE_FIELDS, BitField
@@ -49,7 +54,7 @@ def _at_top(b: ir.IRBuilder, packed: list[ir.Value], piece: BitField) -> ir.Valu
 
 def shifts_in_place(form: Form, tokens: int) -> tuple[int, ...]:
     """Return the bit shifts of codes left in place within their bytes: for one token, where a sum per shift pays off."""
-    if tokens > 1:
+    if tokens > 1 or form.grid is not None:
         return (0,)
     if form.bits == 2 and form.group > 16:
         return (0, 2, 4)
@@ -83,6 +88,15 @@ def float_codes(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]:
     if form.kind in LEVELS:
         levels = [b.bitcast(ISA.look_up(b, form.table, b.bitcast(v, BYTES)), INTS) for v in found]
         found = [b.and_(v, splat(INTS, 255)) for v in levels]
+    return [b.sitofp(v, FLOATS) for v in found]
+
+
+def floats_of_bytes(b: ir.IRBuilder, octets: list[ir.Value]) -> list[ir.Value]:
+    """Widen vectors of signed bytes, four inputs of each row, to one vector of floats for each input."""
+    found = []
+    for vectors in octets:
+        words = b.bitcast(vectors, INTS)
+        found += [b.ashr(b.shl(words, splat(INTS, 24 - 8 * i)), splat(INTS, 24)) for i in range(4)]
     return [b.sitofp(v, FLOATS) for v in found]
 
 
@@ -127,7 +141,7 @@ class SuperBlock:
         self.b, self.form, self.words = b, form, words
         first, unit = load(b, words, 0, INTS), ISA.small_unit * 2.0**form.lift
         if form.has_biases:
-            halves = (_half(b, b.and_(first, splat(INTS, 0xFFFF))), _half(b, b.lshr(first, splat(INTS, 16))))
+            halves = (half_floats(b, b.and_(first, splat(INTS, 0xFFFF))), half_floats(b, b.lshr(first, splat(INTS, 16))))
             # the upper half of a byte is sixteen times a scale
             units = (unit, 16 * unit if form.bits == 2 else unit)
             self.ends = [_times(b, half, 1 / each) for half, each in zip(halves, units, strict=True)]
@@ -180,19 +194,7 @@ def _widen(b: ir.IRBuilder, kind: str, address: ir.Value, offset: ir.Value) -> i
     if kind == "f16" and ISA.widens_halves:
         return b.fpext(load(b, address, offset, vector(ir.HalfType(), BLOCK)), FLOATS)
     bits = b.zext(load(b, address, offset, vector(I16, BLOCK)), INTS)
-    return b.bitcast(b.shl(bits, splat(INTS, 16)), FLOATS) if kind == "bf16" else _half(b, bits)
-
-
-def _half(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
-    """Widen f16 in 32-bit lanes."""
-    if ISA.widens_halves:
-        return b.fpext(b.bitcast(b.trunc(bits, vector(I16, BLOCK)), vector(ir.HalfType(), BLOCK)), FLOATS)
-    # by integer operations: processors without a conversion instruction would need a library call
-    size = b.shl(b.and_(bits, splat(INTS, 0x7FFF)), splat(INTS, 13))
-    value = b.bitcast(b.fmul(b.bitcast(size, FLOATS), splat(FLOATS, 2.0**112)), INTS)
-    special = b.icmp_unsigned(">=", size, splat(INTS, 0x7C00 << 13))
-    value = b.select(special, b.or_(size, splat(INTS, 0x7F800000)), value)
-    return b.bitcast(b.or_(value, b.shl(b.and_(bits, splat(INTS, 0x8000)), splat(INTS, 16))), FLOATS)
+    return b.bitcast(b.shl(bits, splat(INTS, 16)), FLOATS) if kind == "bf16" else half_floats(b, bits)
 
 
 def spans(b, form, groups):
@@ -214,12 +216,17 @@ def _pairs(b: ir.IRBuilder, first: ir.Value, second: ir.Value) -> list[ir.Value]
 
 
 @kernel(constants=1, outlined=True)
-def unpack_rows(b, form, codes, groups, tile):
+def unpack_rows(b, form, codes, words, groups, tile):
     """Unpack one block of rows: the codes as bytes for the dot product, as float32 or, of e4m3, in half precision.
 
     Four bytes of a row are contiguous; eight of each of two rows where rows are paired (`ISA.by_pair`).
+
+    words  of super-blocks, which only grids need
     """
     form = Form.parse(form)
+    if form.grid is not None:
+        _unpack_grid(b, form, codes, words, groups, tile)
+        return
     with cgutils.for_range(b, spans(b, form, groups)) as loop:
         code_at = b.add(codes, b.mul(loop.index, at(form.span * BLOCK * form.bits // 8)))
         tile_at = b.add(tile, b.mul(loop.index, at(form.span * BLOCK * form.unpacked_nbytes)))
@@ -230,18 +237,67 @@ def unpack_rows(b, form, codes, groups, tile):
                 found = half_codes(b, chunk_at)
             else:
                 found = code_vectors(b, form, chunk_at) if form.digits else float_codes(b, form, chunk_at)
-            values = [ISA.unpacked(b, v, form.value_bits) for v in found] if form.digits else found
-            if form.digits and ISA.by_pair:
-                values = [each for i in range(0, len(values), 2) for each in _pairs(b, *values[i : i + 2])]
-            for i, v in enumerate(values):
-                store(b, v, to, 4 * BLOCK * i)
+            _store_unpacked(b, form, found, to)
+
+
+def _store_unpacked(b: ir.IRBuilder, form: Form, found: list[ir.Value], to: ir.Value) -> None:
+    """Store the codes of a chunk."""
+    values = [ISA.unpacked(b, v, form.value_bits) for v in found] if form.digits else found
+    if form.digits and ISA.by_pair:
+        values = [each for i in range(0, len(values), 2) for each in _pairs(b, *values[i : i + 2])]
+    for i, v in enumerate(values):
+        store(b, v, to, 4 * BLOCK * i)
+
+
+def _unpack_grid(b: ir.IRBuilder, form: Form, codes: ir.Value, words: ir.Value, groups: ir.Value, tile: ir.Value) -> None:
+    rounds, size = SIZE // (4 * form.group), 4 * form.group // CHUNK
+    with grid_blocks(b, form, codes, words, groups) as (block, number), cgutils.for_range(b, at(rounds)) as step:
+        first = b.mul(b.add(b.mul(number, at(rounds)), step.index), at(size))
+        for i in range(size):
+            chunk = b.add(first, at(i))
+            found = block.chunk(step.index, i, b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits))))
+            to = b.add(tile, b.mul(chunk, at(CHUNK * BLOCK * form.unpacked_nbytes)))
+            _store_unpacked(b, form, found if form.digits else floats_of_bytes(b, found), to)
+
+
+@cache
+def unpacked_places(form: Form) -> Tensor:
+    """Return the byte of each input of a grid's unpacked chunk in each row: int32 [CHUNK, BLOCK]."""
+    made = torch.empty(CHUNK, BLOCK, dtype=torch.int32)
+    for place, number in enumerate(grid_order(form)):
+        v, octet = divmod(place, 4)
+        for row in range(BLOCK):
+            at_row = 4 * (BLOCK * v + row) + octet
+            if ISA.by_pair:
+                at_row = 4 * BLOCK * (v // 2 * 2 + row // 2) + 8 * (row % 2) + 4 * (v % 2) + octet
+            made[number, row] = at_row
+    return made
+
+
+@contextmanager
+def grid_blocks(b, form, codes, words, groups):
+    """Iterate over the super-blocks of a grid format, with their numbers."""
+    with cgutils.for_range(b, b.sdiv(groups, at(SIZE // form.group))) as loop:
+        here = b.add(codes, b.mul(loop.index, at(SIZE * BLOCK * form.bits // 8)))
+        yield GridBlock(b, form, here, b.add(words, b.mul(loop.index, at(2 * BLOCK * form.words)))), loop.index
 
 
 @kernel(constants=1, outlined=True)
-def widen_scales(b, form, words, groups, scales, biases):
-    """Dequantize the scales and biases of one block of rows in super-blocks: [groups, BLOCK] float32 each."""
+def widen_scales(b, form, codes, words, groups, scales, biases):
+    """Dequantize the scales and biases of one block of rows in super-blocks: [groups, BLOCK] float32 each.
+
+    codes  which hold steps in some grids
+    """
     form = Form.parse(form)
     size = SIZE // form.group
+    if form.grid is not None:
+        with grid_blocks(b, form, codes, words, groups) as (block, number):
+            to = b.mul(number, at(4 * BLOCK * size))
+            for first in range(0, size, 4):
+                found = block.four(at(first // 4))
+                for group in range(4):
+                    store(b, found(group)[0], b.add(scales, to), 4 * BLOCK * (first + group))
+        return
     with cgutils.for_range(b, b.sdiv(groups, at(size))) as loop:
         super_block = SuperBlock(b, form, b.add(words, b.mul(loop.index, at(4 * BLOCK * form.words))))
         to = b.mul(loop.index, at(4 * BLOCK * size))
