@@ -85,9 +85,13 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise Failure 404 if `name` is another model; None stands for the served one."""
         served = self.facts.name
-        if name and name != served:
+        if name and not self.serves(name):
             message = f"The model {name!r} is not served here. The served model: {served}."
             raise Failure(404, message, code="model_not_found", param="model")
+
+    def serves(self, name: str) -> bool:
+        """Return whether `name` is the served model's, also with Ollama's tag."""
+        return self.facts.name in (name, name.removesuffix(":latest"))
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, wait for the running ones, and stop those that exceed the grace period."""

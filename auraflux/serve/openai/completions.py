@@ -22,7 +22,7 @@ from auraflux.serve.openai.chat_request import to_format, to_sampling
 from auraflux.serve.openai.logprobs import completion_logprobs
 from auraflux.serve.openai.response_schema import Completion
 from auraflux.serve.openai.schema import CompletionRequest
-from auraflux.serve.operation import Operation
+from auraflux.serve.operation import EVENTS, Operation
 from auraflux.serve.service import Service
 from auraflux.serve.transport.body import read_body
 from auraflux.serve.transport.sse import DONE, EventStream, merge_outputs, run_until_disconnect
@@ -59,7 +59,7 @@ def routes(service: Service) -> list[Route]:
 
     summary = "Complete one or more prompts."
     return [
-        Operation("/v1/completions", complete, summary=summary, request=CompletionRequest, response=Completion, streams=True)
+        Operation("/v1/completions", complete, summary=summary, request=CompletionRequest, response=Completion, streams=EVENTS)
     ]
 
 

@@ -25,6 +25,7 @@ from auraflux.serve.transport.pipe import (
     UNAVAILABLE,
     OutputBatch,
 )
+from auraflux.weights.formats.headers import Headers, read_headers
 from auraflux.weights.parallel.expert_placement import PlacementResult
 
 log = logging.getLogger("auraflux.serve")
@@ -47,7 +48,17 @@ def facts_of(model: LanguageModel, name: str | None = None) -> ModelFacts:
         device=str(model.engine.device),
         max_sequences=model.scheduler.max_sequences,
         default_sampling=model.default_sampling,
+        headers=_headers(model.path),
+        path=model.path,
     )
+
+
+def _headers(path: Path) -> Headers | None:
+    """Return the facts of a model's files; None for random weights."""
+    try:
+        return read_headers(path)
+    except (AurafluxError, OSError):
+        return None
 
 
 def _name_of(path: Path) -> str:

@@ -34,6 +34,7 @@ def test_every_route_is_described():
         "/tokenize",
         "/detokenize",
         "/v1/experts/placement",
+        *(f"/api/{name}" for name in ("chat", "generate", "version", "tags", "ps", "show", "pull", "delete")),
         "/health",
         "/ready",
         "/metrics",
