@@ -77,7 +77,15 @@ BODIES: dict[str, dict[str, Any]] = {
         "reasoning_effort": "low",
         "chat_template_kwargs": {"enable_thinking": False},
     },
-    "/v1/completions": {**SHARED, "prompt": ["a", "b"], "echo": False, "logprobs": 1, "suffix": None, "best_of": 1},
+    "/v1/completions": {
+        **SHARED,
+        "prompt": ["a", "b"],
+        "echo": False,
+        "logprobs": 1,
+        "prompt_logprobs": 1,
+        "suffix": None,
+        "best_of": 1,
+    },
     "/v1/responses": {
         "model": "toy/model",
         "input": [
@@ -160,6 +168,16 @@ BODIES |= {
         **dict.fromkeys(("suffix", "template", "context", "images")),
         **dict.fromkeys(("raw", "stream"), True),
     },
+    "/v1/embeddings": {
+        "model": "toy/model",
+        "input": ["a", "b"],
+        "encoding_format": "base64",
+        "dimensions": 3,
+        "prompt_name": "query",
+        "user": "x",
+    },
+    "/api/embed": {"model": "toy/model", "input": ["a", "b"], "truncate": True, "dimensions": 3, "keep_alive": 1},
+    "/api/embeddings": {"model": "toy/model", "prompt": "a"},
     **{path: {"model": "toy/model", "name": "toy/model", "stream": False} for path in ("/api/show", "/api/pull")},
 }
 NEEDED = {"messages", "prompt", "input", "tokens", "model", "max_tokens"}
@@ -201,8 +219,8 @@ FRAGMENTS = [
 
 
 @cache
-def client() -> TestClient:
-    return TestClient(make_app(Service(FakeLink())))
+def client(embeds: bool = False) -> TestClient:
+    return TestClient(make_app(Service(FakeLink(embeds=embeds))))
 
 
 def request(rng: random.Random) -> None:
@@ -212,7 +230,9 @@ def request(rng: random.Random) -> None:
     original = {key: value for key, value in BODIES[path].items() if key in needed or rng.random() < 0.3}
     body = json.dumps(mutated(rng, original, 3) if rng.random() < 0.9 else original).encode()
     headers = {name: rng.choice(HEADERS[name]) for name in rng.sample(sorted(HEADERS), 1)} if rng.random() < 0.05 else {}
-    answer = client().post(path, content=mutated_bytes(rng, body, 2) if rng.random() < 0.1 else body, headers=headers)
+    answer = client("/embed" in path).post(
+        path, content=mutated_bytes(rng, body, 2) if rng.random() < 0.1 else body, headers=headers
+    )
     assert answer.status_code < 500, f"{path}: {answer.status_code} {answer.text[:300]}"
     if answer.status_code >= 400:
         error = answer.json()["error"]

@@ -37,6 +37,9 @@ def check_generate(body: GenerateRequest) -> None:
 
 def capabilities(service: Service) -> list[str]:
     """Return Ollama's names for what the model can do."""
+    embedding = service.facts.embedding
+    if embedding is not None and embedding.refusal is None:
+        return ["embedding"]
     if service.link.tokenizer is None:
         return ["completion"]
     templates, syntax = service.tokenizer.templates, service.syntax

@@ -81,6 +81,38 @@ class GenerateRequest(AnswerFields):
     raw: bool | None = None
 
 
+class EmbedRequest(ApiModel):
+    """Inputs to embed; `truncate` cuts those that exceed the context, unless it is false."""
+
+    model: str = Field(min_length=1)
+    input: str | list[str]
+    truncate: bool | None = None
+    dimensions: int | None = Field(default=None, ge=1, lt=1 << 31)
+
+
+class PromptEmbedRequest(ApiModel):
+    """A text to embed, in the older form."""
+
+    model: str = Field(min_length=1)
+    prompt: str
+
+
+class Embeddings(ApiModel):
+    """Embeddings in the order of the inputs."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OneEmbedding(ApiModel):
+    """The embedding of a text."""
+
+    embedding: list[float]
+
+
 class NameRequest(ApiModel):
     """The name of a model, in `model` or in the older `name`."""
 
