@@ -1,4 +1,4 @@
-"""`auraflux serve`: a model behind OpenAI's and Anthropic's APIs, and a chat page."""
+"""`auraflux serve`: a model behind OpenAI's, Anthropic's and Ollama's APIs, and a chat page."""
 
 import logging
 import os
@@ -28,6 +28,7 @@ log = logging.getLogger("auraflux")
 EVERYDAY = (
     "--host",
     "--port",
+    "--ollama",
     "--name",
     "--api-key",
     "--max-sequences",
@@ -56,8 +57,8 @@ def serve(model: str | None, host: str, port: int, log_json: bool, on_ray: bool,
     """Serve a model over HTTP.
 
     MODEL is a folder, a GGUF file or a name; without it, the built-in model.
-    Endpoints: OpenAI's chat completions, completions and responses, and Anthropic's messages; a chat page at /, metrics at
-    /metrics.
+    Endpoints: OpenAI's chat completions, completions and responses, Anthropic's messages, and Ollama's API; a chat page at /,
+    metrics at /metrics.
     """
     check_loading(model, chosen)
     settings = front_settings(host, log_json, chosen)
@@ -142,7 +143,7 @@ def _serve_model(model: str | None, connection: Any, where: str, chosen: dict[st
     size = f"{facts.max_sequences} sequences of up to {facts.context} tokens, KV cache {facts.kv}"
     log.info("ready: %s on %s, %s", facts.name, facts.device, size)
     log.info("requests that name no sampling settings: %s", facts.default_sampling)
-    log.info("chat page %s/, OpenAI's clients %s/v1, Anthropic's %s", where, where, where)
+    log.info("chat page %s/, OpenAI's clients %s/v1, Anthropic's and Ollama's %s", where, where, where)
     model_process.run()
     model_process.scheduler.prefix_cache.save_all()
 

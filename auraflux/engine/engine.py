@@ -267,9 +267,12 @@ class Engine:
         """Hidden states behind the last logits, [N, H]; None unless `returns_hidden`."""
         return self.runner.hidden
 
-    def prefill(self, sequences: list[KVSequence], chunks: list[list[int]]) -> Tensor:
-        """Compute prefill chunks, at most `chunk` tokens together; return the final hidden states if `returns_hidden`."""
-        one, logits = len(sequences) == 1, Logits.ALL if self.returns_hidden else Logits.NONE
+    def prefill(self, sequences: list[KVSequence], chunks: list[list[int]], hidden: bool = False) -> Tensor:
+        """Compute prefill chunks, at most `chunk` tokens together; return the final hidden states if asked for.
+
+        hidden  return them even without `returns_hidden`
+        """
+        one, logits = len(sequences) == 1, Logits.ALL if hidden or self.returns_hidden else Logits.NONE
         batch = self._prefill_batch(sequences[0], chunks[0], logits) if one else self.cache.batch(sequences, logits=logits)
         return self.step(batch, chunks)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from auraflux.engine.sampling import Sampling
+from auraflux.tokenizer.thinking import ThinkingBudget
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,9 @@ class Request:
     user                    owner of the request; the queue is fair between users
     visible_special_tokens  special tokens that stay in the decoded text, such as those around a tool call
     stop_token_ids          tokens that end the generation and are not part of its text; None for the model's own
+    prompt_logprobs         number of most likely tokens to report with each prompt token; None for no log probabilities
+    thinking                the most tokens of reasoning; None for no limit
+    pooling                 "last", "mean" or "cls" to embed the prompt instead of continuing it
     """
 
     prompt: tuple[int, ...]
@@ -20,15 +24,22 @@ class Request:
     user: str = ""
     visible_special_tokens: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] | None = None
+    prompt_logprobs: int | None = None
+    thinking: ThinkingBudget | None = None
+    pooling: str | None = None
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log probability of a sampled token, and of the most likely tokens at its position."""
+    """Log probability of a token, and of the most likely tokens at its position.
+
+    rank  of a prompt token: 1 for the most likely
+    """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,8 @@ class Output:
     stop_string    that ended the generation
     error          message, with finish_reason "error"
     stats          with the last output
+    prompt_logprobs  of the prompt's tokens from the second on, with the first output
+    embedding      the prompt's pooled hidden states in float32, with the last output, for a request with `pooling`
     """
 
     text: str = ""
@@ -85,3 +98,5 @@ class Output:
     stop_string: str | None = None
     error: str | None = None
     stats: RequestStats | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    embedding: bytes = b""

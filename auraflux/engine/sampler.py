@@ -16,7 +16,7 @@ from auraflux.engine.request import TokenLogprob
 from auraflux.engine.sampling import Sampling
 from auraflux.errors import InputError
 from auraflux.ops import penalize, sample
-from auraflux.tokenizer.grammar import Matcher
+from auraflux.tokenizer.thinking import TokenMatcher
 
 MASK_THREADS = ThreadPoolExecutor(2, "auraflux-masks")  # compute grammar masks
 
@@ -29,7 +29,7 @@ class SamplerState:
     matcher   of a grammar that restricts the next token; None without
     """
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int] = (), matcher: Matcher | None = None):
+    def __init__(self, sampling: Sampling, prompt: Sequence[int] = (), matcher: TokenMatcher | None = None):
         self.sampling, self.matcher = sampling, matcher
         self.tokens: list[int] = []
         self.complete = False

@@ -20,6 +20,7 @@ from auraflux.weights.formats.stored import Stored
 from auraflux.weights.loader import Weights
 
 # vision and audio towers and their projectors
+HEADLESS = re.compile(r"(layers\.\d+\.|embed_tokens\.|norm\.weight$)")
 UNUSED = re.compile(
     r"^(model\.)?(visual|vision_tower|vision_model|vision_embedder|audio_tower|embed_vision|embed_audio"
     r"|mm_projector|multi_modal_projector)\.|rotary_emb\."
@@ -202,4 +203,6 @@ def text_name(name: str) -> str | None:
     if UNUSED.search(name):
         return None
     # multimodal checkpoints say model.language_model.layers (transformers) or language_model.model.layers (others)
-    return name.removeprefix("language_model.").replace("model.language_model.", "model.")
+    ours = name.removeprefix("language_model.").replace("model.language_model.", "model.")
+    # checkpoints of embedding models hold no head, and begin their names below "model"
+    return f"model.{ours}" if HEADLESS.match(ours) else ours

@@ -10,6 +10,7 @@ from auraflux.errors import ContextError, InputError
 from auraflux.scheduler.generation import Generation
 from auraflux.scheduler.sequence import Sequence
 from auraflux.tokenizer.grammar import GrammarCompiler, Matcher
+from auraflux.tokenizer.thinking import ThinkingBudget, ThinkingMatcher, TokenMatcher
 
 LONG_MESSAGES = 2  # at the start of a prompt, after each of which a checkpoint is made for other prompts
 
@@ -39,14 +40,16 @@ class Admission:
                 f"the prompt has {len(request.prompt)} tokens, and the context is limited to {context}. "
                 f"Load the model with context={len(request.prompt) + 1} or more (--context), or shorten the prompt."
             )
-        if sampling.grammar is not None and self.tokenizer is None:
-            raise InputError("a model without a tokenizer cannot follow a grammar.")
+        if (sampling.grammar, request.thinking) != (None, None) and self.tokenizer is None:
+            raise InputError("a model without a tokenizer cannot follow a grammar or a thinking budget.")
 
     def sequence(self, request: Request, on_output: Callable[[Output], None]) -> Sequence:
         """Make the sequence of a checked request."""
         sampling, prompt = request.sampling, list(request.prompt)
         stops = self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
-        matcher = None if sampling.grammar is None else self._matcher(sampling.grammar, stops)
+        matcher: TokenMatcher | None = None if sampling.grammar is None else self._matcher(sampling.grammar, stops)
+        if request.thinking is not None:
+            matcher = self._thinking_matcher(request.thinking, matcher)
         room = self.engine.cache.context - len(prompt) + 1
         limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         generated = Generation(prompt, sampling, limit, stops, self.tokenizer, request.visible_special_tokens, matcher)
@@ -57,6 +60,10 @@ class Admission:
             assert self.tokenizer is not None
             self._grammars = GrammarCompiler(self.tokenizer, self.engine.model.config.vocab, self.stop_token_ids or stops)
         return self._grammars.matcher(grammar, stops)
+
+    def _thinking_matcher(self, budget: ThinkingBudget, inner: TokenMatcher | None) -> ThinkingMatcher:
+        assert self.tokenizer is not None
+        return ThinkingMatcher(budget, self.tokenizer.piece, self.engine.model.config.vocab, inner)
 
     def _checkpoint_lengths(self, prompt: list[int]) -> list[int]:
         """Return the lengths at which other prompts are likely to branch off.

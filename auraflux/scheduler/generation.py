@@ -6,8 +6,8 @@ from typing import Any
 from auraflux.engine.sampler import SamplerState
 from auraflux.engine.sampling import Sampling
 from auraflux.tokenizer.detokenizer import Detokenizer
-from auraflux.tokenizer.grammar import Matcher
 from auraflux.tokenizer.stop_strings import StopStrings
+from auraflux.tokenizer.thinking import TokenMatcher
 
 
 class Generation:
@@ -18,7 +18,7 @@ class Generation:
     stop_token_ids          tokens that end it and are not part of it
     tokenizer               None to show tokens as numbers
     visible_special_tokens  special tokens that stay in the text
-    matcher                 of the grammar that the text must follow
+    matcher                 of the grammar that the text must follow, or of a thinking budget
     tokens                  sampled so far
     finish_reason           "stop" at a stop token or stop string, "length" at the limit; None until then
     """
@@ -31,7 +31,7 @@ class Generation:
         stop_token_ids: frozenset[int],
         tokenizer: Any | None,
         visible_special_tokens: frozenset[int] = frozenset(),
-        matcher: Matcher | None = None,
+        matcher: TokenMatcher | None = None,
     ):
         self.sampling, self.limit = sampling, limit
         self.stop_token_ids = frozenset() if sampling.ignore_eos else stop_token_ids

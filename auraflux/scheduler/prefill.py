@@ -5,6 +5,7 @@ from torch import Tensor
 from auraflux.cache.prefix.prefix_cache import PrefixCache
 from auraflux.engine.engine import Engine
 from auraflux.scheduler.prefill_budget import PrefillBudget
+from auraflux.scheduler.prompt_logprobs import score_prompt
 from auraflux.scheduler.sequence import Sequence
 from auraflux.speculative.speculation import Speculation
 
@@ -36,7 +37,7 @@ class PrefillRunner:
 
     def fits_mixed_batch(self, chunks: list[PrefillChunk], running: list[Sequence]) -> bool:
         """Return whether this chunk shares a mixed batch with the next decode step."""
-        if self.speculation is not None or len(chunks) > 1:
+        if self.speculation is not None or len(chunks) > 1 or chunks[0][0].needs_hidden:
             return False
         decoding = sum(sequence.uncomputed <= 0 for sequence in running)
         return all(self.engine.fit_mixed_chunk(decoding, tokens, tokens < sequence.next_chunk) for sequence, tokens in chunks)
@@ -46,7 +47,7 @@ class PrefillRunner:
         tokens = sum(count + 1 for _, count in chunks)
         fits = tokens <= self.engine.chunk and not self.engine.prefers_separate_steps(tokens)
         alone = self.speculation is None and all(sequence.uncomputed for sequence in running)
-        ends = all(sequence.uncomputed == count for sequence, count in chunks)
+        ends = all(sequence.uncomputed == count and not sequence.needs_hidden for sequence, count in chunks)
         return self.engine.supports_last_logits(len(chunks)) and fits and alone and ends
 
     def run(self, chunks: list[PrefillChunk]) -> None:
@@ -54,12 +55,23 @@ class PrefillRunner:
         sequences, starts = [sequence for sequence, _ in chunks], [sequence.kv.length for sequence, _ in chunks]
         ids = [sequence.ids[at : at + count] for (sequence, count), at in zip(chunks, starts, strict=True)]
         with self.budget.measured(sum(count for _, count in chunks)):
-            hidden = self.engine.prefill([sequence.kv for sequence in sequences], ids)
-            if self.speculation is not None and self.engine.returns_hidden:
-                rows = hidden.split([count for _, count in chunks])
-                self.speculation.observe_hidden(list(zip(sequences, starts, rows, strict=True)))
+            needed = any(sequence.needs_hidden for sequence in sequences)
+            hidden = self.engine.prefill([sequence.kv for sequence in sequences], ids, hidden=needed)
+            if needed or (self.speculation is not None and self.engine.returns_hidden):
+                rows = list(zip(sequences, starts, hidden.split([count for _, count in chunks]), strict=True))
+                self._observe(rows)
         for sequence in sequences:
             self.publish(sequence)
+
+    def _observe(self, rows: list[tuple[Sequence, int, Tensor]]) -> None:
+        """Use the hidden states of chunks: each with its sequence and the position of its first token."""
+        for sequence, start, states in rows:
+            if sequence.pooling is not None:
+                sequence.pooling.add(states)
+            elif sequence.scores_prompt:
+                sequence.prompt_logprobs += score_prompt(self.engine, sequence.request, start, states)
+        if self.speculation is not None and self.engine.returns_hidden:
+            self.speculation.observe_hidden(rows)
 
     def run_to_logits(self, sequences: list[Sequence]) -> Tensor:
         """Compute the rest of prompts including their last tokens; return the last-token logits, [B, V]."""
@@ -76,5 +88,5 @@ class PrefillRunner:
         """
         if sequence.kv.length - with_last in sequence.checkpoint_lengths:
             sequence.kv.checkpoint(before=int(with_last))
-        if sequence.uncomputed <= 0 and sequence.prefix_entry is None:
+        if sequence.uncomputed <= 0 and sequence.prefix_entry is None and sequence.pooling is None:
             sequence.prefix_entry = self.prefix_cache.insert_live(sequence.ids[:-1], sequence.kv)

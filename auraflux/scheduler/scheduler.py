@@ -112,7 +112,7 @@ class Scheduler:
         """Queue a request. The thread that runs steps calls `on_output`, which must be quick, with each output."""
         self.check(request)
         sequence = self.admission.sequence(request, on_output)
-        if self.speculation is not None and request.sampling.stateless:
+        if self.speculation is not None and request.sampling.stateless and request.thinking is None:
             sequence.draft_state = self.speculation.begin()
         with self._lock.changed:
             self._queue.add(sequence)
@@ -182,7 +182,7 @@ class Scheduler:
         for sequence in queued:
             if len(self._running) == self.max_sequences:
                 return
-            entry, hit_tokens, _ = self.prefix_cache.match(sequence.ids)
+            entry, hit_tokens, _ = self.prefix_cache.match(sequence.reusable_ids)
             if self._is_being_prefilled(sequence, hit_tokens) or self._is_loading_prefix(sequence):
                 continue
             if self._running and not self._fits(sequence, hit_tokens if entry is not None and entry.live else 0):
@@ -193,16 +193,17 @@ class Scheduler:
 
     def _is_being_prefilled(self, sequence: Sequence, hit_tokens: int) -> bool:
         """Return whether a running sequence is prefilling more of this prompt than the prefix cache has."""
-        page = self.engine.cache.page
+        page, ids = self.engine.cache.page, sequence.reusable_ids
         return any(
-            other.uncomputed > 0 and min(common_length(other.ids, sequence.ids), len(sequence.ids) - 1) >= hit_tokens + page
+            other.uncomputed > 0 and min(common_length(other.ids, ids), len(ids) - 1) >= hit_tokens + page
             for other in self._running
         )
 
     def _is_loading_prefix(self, sequence: Sequence) -> bool:
         """Return whether a prefix of this prompt is still being read from disk; insert it into the prefix cache once read."""
         if not sequence.disk_checked:
-            sequence.disk_checked, sequence.disk_fetch = True, self.prefix_cache.fetch(sequence.ids)
+            sequence.disk_checked = True
+            sequence.disk_fetch = None if sequence.needs_hidden else self.prefix_cache.fetch(sequence.ids)
         if sequence.disk_fetch is None:
             return False
         if not sequence.disk_fetch.done():
@@ -227,7 +228,9 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> None:
         """Branch a sequence from the prefix cache and let it run."""
-        start = self.prefix_cache.open(sequence.ids)
+        start = self.prefix_cache.open(sequence.reusable_ids)
+        # it may have been preempted before its prompt was computed
+        sequence.restart()
         sequence.kv_sequence = start.sequence
         if sequence.draft_state is not None and start.hit_tokens:
             sequence.draft_state.proposer.on_prefix_hit(sequence.ids, start.sequence)
@@ -281,6 +284,9 @@ class Scheduler:
             self._decode.begin(sequences, self._prefill.run_to_logits(sequences))
         else:
             self._prefill.run(chunks)
+            for sequence in [sequence for sequence, _ in chunks if sequence.pooling is not None and not sequence.uncomputed]:
+                sequence.finish("stop")
+                self._release(sequence)
 
     def _run_decode(self) -> bool:
         """Decode one token of every sequence whose prompt is computed; return False if a sequence was preempted first."""
@@ -352,7 +358,8 @@ class Scheduler:
             if kv.length > len(sequence.ids):
                 # a stop string may come before accepted draft tokens
                 kv.truncate(len(sequence.ids))
-            if sequence.failure is None:
+            # a prompt that is embedded is not continued
+            if sequence.failure is None and sequence.pooling is None:
                 self.prefix_cache.insert(sequence.ids[: kv.length], kv)
             else:
                 kv.close()

@@ -8,6 +8,7 @@ from auraflux.cache import KVSequence, Snapshot
 from auraflux.cache.prefix.prefix_cache import PrefixEntry
 from auraflux.engine.request import Output, Request, RequestStats, TokenLogprob
 from auraflux.scheduler.generation import Generation
+from auraflux.scheduler.pooling import Pooling
 from auraflux.speculative.draft_state import DraftState
 
 
@@ -27,6 +28,8 @@ class Sequence:
     draft_state         of speculative decoding; None without
     steps               decode steps so far
     draft_checkpoint    length of the checkpoint made for a verify step; None for none
+    prompt_logprobs     of the computed prompt tokens, from the second on
+    pooling             of a prompt that is embedded; a token after its last lets all its tokens be prefilled
     """
 
     def __init__(
@@ -45,6 +48,10 @@ class Sequence:
         self.draft_state: DraftState | None = None
         self.steps = 0
         self.draft_checkpoint: int | None = None
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.pooling = None if request.pooling is None else Pooling(request.pooling)
+        if self.pooling is not None:
+            self.ids.append(self.ids[-1])
         self.arrived_at = time.perf_counter()
         self.started_at = self.first_token_at = 0.0
         self.finish_reason: str | None = None
@@ -61,6 +68,28 @@ class Sequence:
         return len(self.ids) - 1 - self.kv.length
 
     @property
+    def scores_prompt(self) -> bool:
+        """Return whether log probabilities of prompt tokens are still to be computed."""
+        return self.request.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.request.prompt) - 1
+
+    @property
+    def reusable_ids(self) -> list[int]:
+        """The tokens whose KV may come from the prefix cache; none where their hidden states are needed."""
+        return [] if self.needs_hidden else self.ids
+
+    @property
+    def needs_hidden(self) -> bool:
+        """Return whether hidden states of prompt tokens are still to be computed."""
+        return self.scores_prompt or self.pooling is not None
+
+    def restart(self) -> None:
+        """Forget what was found in hidden states, before the prompt is computed from its start."""
+        if self.scores_prompt:
+            self.prompt_logprobs.clear()
+        if self.pooling is not None:
+            self.pooling.reset()
+
+    @property
     def next_chunk(self) -> int:
         """Tokens that one prefill chunk may have: up to the next checkpoint."""
         at = self.kv.length
@@ -74,23 +103,32 @@ class Sequence:
 
     def append(self, token: int, logprob: TokenLogprob | None) -> None:
         """Append a sampled token and emit the output it completes."""
+        scored: tuple[TokenLogprob, ...] = ()
         if not self.generated.tokens and not self.first_token_at:
             self.first_token_at = time.perf_counter()
+            scored = tuple(self.prompt_logprobs)
         text = self.generated.append(token)
         self.ids.append(token)
         logprobs = () if logprob is None else (logprob,)
         if self.generated.finish_reason is None:
-            self.on_output(Output(text, (token,), logprobs))
+            self.on_output(Output(text, (token,), logprobs, prompt_logprobs=scored))
         else:
-            self.finish(self.generated.finish_reason, text, (token,), logprobs)
+            self.finish(self.generated.finish_reason, text, (token,), logprobs, scored)
 
     def finish(
-        self, reason: str, text: str = "", tokens: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()
+        self,
+        reason: str,
+        text: str = "",
+        tokens: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+        scored: tuple[TokenLogprob, ...] = (),
     ) -> None:
         """Emit the last output."""
         self.finish_reason = reason
         error = None if self.failure is None else str(self.failure)
-        self.on_output(Output(text, tokens, logprobs, reason, self.generated.stop_string, error, self.stats()))
+        embedding = b"" if self.pooling is None or reason != "stop" else self.pooling.vector()
+        stop_string = self.generated.stop_string
+        self.on_output(Output(text, tokens, logprobs, reason, stop_string, error, self.stats(), scored, embedding))
 
     def stats(self) -> RequestStats:
         """Return the statistics so far."""
@@ -99,7 +137,7 @@ class Sequence:
         return RequestStats(
             prompt_tokens=len(self.request.prompt),
             cached_tokens=self.cached_tokens or 0,
-            tokens=len(self.ids) - len(self.request.prompt),
+            tokens=0 if self.pooling is not None else len(self.ids) - len(self.request.prompt),
             queue_s=(self.started_at or now) - self.arrived_at,
             ttft_s=(self.first_token_at or now) - self.arrived_at,
             total_s=now - self.arrived_at,

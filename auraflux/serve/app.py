@@ -19,7 +19,9 @@ from auraflux.serve.anthropic import messages
 from auraflux.serve.auth import Access, AuthMiddleware, RequestIdMiddleware
 from auraflux.serve.failures import Failure, error_response, failure_of
 from auraflux.serve.metrics import CONTENT_TYPE
-from auraflux.serve.openai import chat, completions, models, responses
+from auraflux.serve.ollama import answers, embed
+from auraflux.serve.ollama import models as managed
+from auraflux.serve.openai import chat, completions, embeddings, models, responses
 from auraflux.serve.openai.response_schema import State
 from auraflux.serve.openapi import document
 from auraflux.serve.operation import Operation
@@ -36,9 +38,13 @@ def make_app(service: Service, access: Access | None = None) -> Starlette:
     api = [
         *chat.routes(service),
         *completions.routes(service),
+        *embeddings.routes(service),
         *responses.routes(service),
         *messages.routes(service),
         *models.routes(service),
+        *answers.routes(service),
+        *embed.routes(service),
+        *managed.routes(service, access.manage_models),
         *_state_routes(service),
     ]
     middleware = [Middleware(RequestIdMiddleware, error_response=error_response_for)]
@@ -89,6 +95,8 @@ def error_response_for(failure: Failure, scope: Scope) -> Response:
     """Return the response of a failure in the format of the path's API."""
     if scope["path"].startswith("/v1/messages"):
         return messages.error_response(failure, scope.get("state", {}).get("request_id"))
+    if scope["path"].startswith("/api/"):
+        return JSONResponse({"error": failure.message}, failure.status, failure.headers)
     return error_response(failure)
 
 

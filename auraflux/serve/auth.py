@@ -32,11 +32,13 @@ class Access:
     hosts    accepted Host headers, without port; none allows any. A server on loopback uses LOOPBACK, against DNS rebinding:
              otherwise a web page could reach it through a host name that resolves to 127.0.0.1
     origins  origins allowed by CORS; "*" for all
+    manage_models  whether clients may download and delete models
     """
 
     keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    manage_models: bool = False
 
 
 def caller(request: Request, user: str | None = None) -> str:

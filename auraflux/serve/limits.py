@@ -16,6 +16,7 @@ class Limits:
     messages        per conversation
     parts           per message
     prompts         per completion request
+    embeddings      inputs per embedding request
     answers         per prompt (`n`)
     stops           stop strings
     biases          tokens with a logit_bias
@@ -29,6 +30,7 @@ class Limits:
     messages: int = 4096
     parts: int = 1024
     prompts: int = 64
+    embeddings: int = 2048
     answers: int = 8
     stops: int = 16
     biases: int = 1024

@@ -11,7 +11,7 @@ from starlette.routing import BaseRoute
 
 from auraflux import __version__
 from auraflux.serve.openai.response_schema import ErrorBody
-from auraflux.serve.operation import Operation
+from auraflux.serve.operation import EVENTS, Operation
 
 REF = "#/components/schemas/{model}"
 # error statuses of any request, and of requests with a body
@@ -35,7 +35,7 @@ def document(routes: Iterable[BaseRoute]) -> Json:
         "info": {
             "title": "auraflux",
             "version": __version__,
-            "description": "OpenAI and Anthropic compatible API of a language model.",
+            "description": "OpenAI, Anthropic and Ollama compatible API of a language model.",
         },
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
@@ -83,6 +83,6 @@ def _content(operation: Operation, refs: dict[tuple[type[BaseModel], str], Json]
     if isinstance(operation.response, str):
         return {operation.response: {"schema": {"type": "string"}}}
     content: Json = {"application/json": {"schema": refs[operation.response, "serialization"]}}
-    if operation.streams:
-        content["text/event-stream"] = {"schema": EVENT}
+    if operation.streams is not None:
+        content[operation.streams] = {"schema": EVENT if operation.streams == EVENTS else {"type": "string"}}
     return content

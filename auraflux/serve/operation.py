@@ -7,6 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+# the media type of server-sent events
+EVENTS = "text/event-stream"
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -16,9 +18,10 @@ class Operation(Route):
     summary   one sentence for the OpenAPI document
     request   schema of the body; None for no body
     response  schema of the JSON response, or the media type of another response
-    streams   whether the response can also be server-sent events
+    streams   media type of the response as a stream; None if it is never one
     statuses  error statuses in addition to those of every route
     error     schema of an error's body; None for OpenAI's
+    method    None for POST with a body and GET without
     """
 
     def __init__(
@@ -29,13 +32,14 @@ class Operation(Route):
         summary: str,
         request: type[BaseModel] | None = None,
         response: type[BaseModel] | str,
-        streams: bool = False,
+        streams: str | None = None,
         statuses: tuple[int, ...] = (),
         error: type[BaseModel] | None = None,
+        method: str | None = None,
     ):
-        method = "GET" if request is None else "POST"
-        super().__init__(path, endpoint, methods=[method])
-        self.method, self.summary, self.request, self.response = method, summary, request, response
+        self.method = method or ("GET" if request is None else "POST")
+        super().__init__(path, endpoint, methods=[self.method])
+        self.summary, self.request, self.response = summary, request, response
         self.streams, self.statuses, self.error = streams, statuses, error
 
     def __repr__(self) -> str:

@@ -4,26 +4,32 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from auraflux.engine.request import Request
 from auraflux.engine.sampling import DefaultSampling, Sampling
 from auraflux.errors import ContextError, InputError, RankError, TemplateError
 from auraflux.serve.chat.conversation import Conversation, Format, partial_reply, system_message_variants
+from auraflux.serve.chat.deltas import Finish
 from auraflux.serve.chat.output import ChatOutput, OutputParser, PlainTextParser
 from auraflux.serve.chat.structured_output import grammar_for, grammar_of
-from auraflux.serve.failures import Failure, not_ready
+from auraflux.serve.failures import Failure, check_finish, not_ready
 from auraflux.serve.limits import Limits
 from auraflux.serve.metrics import Metrics, Tally
 from auraflux.serve.parse import Syntax, find_syntax
 from auraflux.serve.transport.link import Link, ModelFacts
+from auraflux.tokenizer.thinking import ThinkingBudget
 from auraflux.tokenizer.tokenizer import Tokenizer
+from auraflux.weights.formats.embedding import Embedding
 from auraflux.weights.parallel.expert_placement import PlacementResult
 
 # characters at the prompt's end that determine how the answer begins
 TAIL = 200
 # for cancelled sequences to end
 STOP_S = 2.0
+# tokens of reasoning by effort, for models whose template has no efforts; "high" has no limit
+EFFORT_BUDGETS = {"minimal": 256, "low": 1024, "medium": 4096}
 # template arguments that only the server sets
 RESERVED = ("self", "messages", "tools", "add_generation_prompt", "template")
 
@@ -85,9 +91,13 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise Failure 404 if `name` is another model; None stands for the served one."""
         served = self.facts.name
-        if name and name != served:
+        if name and not self.serves(name):
             message = f"The model {name!r} is not served here. The served model: {served}."
             raise Failure(404, message, code="model_not_found", param="model")
+
+    def serves(self, name: str) -> bool:
+        """Return whether `name` is the served model's, also with Ollama's tag."""
+        return self.facts.name in (name, name.removesuffix(":latest"))
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, wait for the running ones, and stop those that exceed the grace period."""
@@ -108,7 +118,7 @@ class Service:
         """Start `conversation.count` answers to a conversation."""
         self.check_ready()
         self.limits.check(conversation)
-        tokens, tail, grammar = await asyncio.to_thread(self._prepare, conversation)
+        tokens, tail, grammar, thinking = await asyncio.to_thread(self._prepare, conversation)
         syntax = self.syntax
         stop_token_ids = self.facts.eos_token_ids | self.tokenizer.end_of_turn_ids
         request = Request(
@@ -117,24 +127,85 @@ class Service:
             user=conversation.user,
             visible_special_tokens=frozenset(self._ids(syntax.visible_tokens)),
             stop_token_ids=stop_token_ids - frozenset(self._ids(syntax.non_stop_tokens)),
+            thinking=thinking,
         )
         tools, resumed = _offered(conversation), conversation.continue_final_message
         parallel = conversation.parallel_tool_calls
         return self._submit([request], conversation.count, lambda: syntax.parser(tail, tools, resumed=resumed), parallel)
 
     async def complete(
-        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling, *, format: Format | None, count: int, user: str
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling,
+        *,
+        format: Format | None,
+        count: int,
+        user: str,
+        prompt_logprobs: int | None = None,
     ) -> list[ChatOutput]:
-        """Start `count` completions of each prompt; those of one prompt are adjacent."""
+        """Start `count` completions of each prompt; those of one prompt are adjacent.
+
+        prompt_logprobs  number of most likely tokens to report with each prompt token; None for no log probabilities
+        """
         self.check_ready()
         self.limits.check_sampling(sampling, format, count)
 
         def prepare() -> list[Request]:
             grammar = grammar_of(format) if format is not None else None
             settings = replace(sampling, grammar=grammar)
-            return [Request(self._tokens(prompt), settings, user=user) for prompt in prompts]
+            tokens = [self._tokens(prompt) for prompt in prompts]
+            return [Request(each, settings, user=user, prompt_logprobs=prompt_logprobs) for each in tokens]
 
         return self._submit(await asyncio.to_thread(prepare), count, PlainTextParser)
+
+    @property
+    def embedding(self) -> Embedding:
+        """Settings of the model's embeddings; refuse a model that has none."""
+        name, found = self.facts.name, self.facts.embedding
+        if found is None:
+            raise InputError(f"The model {name} is not an embedding model: its files name no pooling.")
+        if found.refusal is not None:
+            raise InputError(f"The model {name} cannot embed inputs here: {found.refusal}.")
+        return found
+
+    async def embed(
+        self, inputs: Sequence[str | Sequence[int]], *, user: str, prompt: str = "", truncate: bool = False
+    ) -> list[ChatOutput]:
+        """Return the finished outputs of inputs, with their embeddings before normalization.
+
+        prompt    text before each text
+        truncate  whether inputs that exceed the context are cut at their end
+        """
+        self.check_ready()
+        most = self.facts.context - 1
+
+        def prepare() -> list[Request]:
+            pooling = self.embedding.pooling
+            found = [self._tokens(prompt + text if isinstance(text, str) else text) for text in inputs]
+            return [Request(each[:most] if truncate else each, user=user, pooling=pooling) for each in found]
+
+        requests = [self._fitted(request) for request in await asyncio.to_thread(prepare)]
+        outputs: list[ChatOutput] = []
+        # more would fill the queue
+        free = asyncio.Semaphore(self.facts.max_sequences)
+
+        async def run(request: Request) -> ChatOutput:
+            async with free:
+                output = self._start(request, PlainTextParser(), parallel=True)
+                outputs.append(output)
+                async for delta in output:
+                    if type(delta) is Finish:
+                        check_finish(delta)
+                return output
+
+        tasks = [asyncio.ensure_future(run(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            for output in outputs:
+                output.cancel()
 
     async def place_experts(self) -> PlacementResult:
         """Redistribute experts over ranks by use; running requests continue."""
@@ -157,8 +228,11 @@ class Service:
 
         return await asyncio.to_thread(encode)
 
-    def _prepare(self, conversation: Conversation) -> tuple[tuple[int, ...], str, str | None]:
-        """Return the prompt's tokens, its end before the answer, and the answer's grammar; runs in a worker thread."""
+    def _prepare(self, conversation: Conversation) -> tuple[tuple[int, ...], str, str | None, ThinkingBudget | None]:
+        """Return the prompt's tokens, its end before the answer, the answer's grammar and thinking budget.
+
+        Runs in a worker thread.
+        """
         begun = ""
         if conversation.continue_final_message:
             reasoning, content = partial_reply(conversation)
@@ -171,7 +245,17 @@ class Service:
         _ = self.tokenizer.end_of_turn_ids
         tail = text[-TAIL:]
         grammar = grammar_for(conversation, self.syntax, tail, self.tokenizer)
-        return tuple(self.tokenizer.encode(text + begun, special=False)), tail, grammar
+        thinking = self._thinking_budget(conversation, tail)
+        return tuple(self.tokenizer.encode(text + begun, special=False)), tail, grammar, thinking
+
+    def _thinking_budget(self, conversation: Conversation, tail: str) -> ThinkingBudget | None:
+        """Return the limit of reasoning that a request sets, by tokens or, for a template without efforts, by its effort."""
+        most, effort = conversation.thinking_budget, conversation.template_kwargs.get("reasoning_effort")
+        if most is None and not any("reasoning_effort" in source for source in self.tokenizer.templates.values()):
+            most = EFFORT_BUDGETS.get(effort) if isinstance(effort, str) else None
+        if most is None:
+            return None
+        return self.syntax.thinking_budget(most, tail, partial(self.tokenizer.encode, special=False))
 
     def _render(self, conversation: Conversation, add_generation_prompt: bool = True) -> str:
         for name in RESERVED:
@@ -219,6 +303,7 @@ class Service:
             tally=self.tally,
             stop_token_ids=self.facts.eos_token_ids if request.stop_token_ids is None else request.stop_token_ids,
             parallel_tool_calls=parallel,
+            scored_prompt=None if request.prompt_logprobs is None else request.prompt,
             on_end=self._on_end,
         )
         self.tally.prompt_tokens += len(request.prompt)

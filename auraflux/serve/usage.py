@@ -9,7 +9,7 @@ from auraflux.serve.chat.output import ChatOutput
 
 def usage_of(outputs: Sequence[ChatOutput], count: int = 1) -> dict[str, Any]:
     """Return the tokens of finished outputs; each prompt has `count` of them and is counted once."""
-    stats = [_stats(output) for output in outputs]
+    stats = [stats_of(output) for output in outputs]
     prompt, generated = sum(each.prompt_tokens for each in stats[::count]), sum(each.tokens for each in stats)
     return {
         "prompt_tokens": prompt,
@@ -22,7 +22,7 @@ def usage_of(outputs: Sequence[ChatOutput], count: int = 1) -> dict[str, Any]:
 
 def timings_of(outputs: Sequence[ChatOutput]) -> dict[str, Any]:
     """Return the latencies of the first output, and the cache bytes and draft tokens of all."""
-    every = [_stats(output) for output in outputs]
+    every = [stats_of(output) for output in outputs]
     first = every[0]
     decode_s = first.total_s - first.ttft_s
     return {
@@ -39,6 +39,6 @@ def timings_of(outputs: Sequence[ChatOutput]) -> dict[str, Any]:
     }
 
 
-def _stats(output: ChatOutput) -> RequestStats:
+def stats_of(output: ChatOutput) -> RequestStats:
     """Return an output's statistics; an interrupted one may have none."""
     return output.finish.stats if output.finish is not None else RequestStats(prompt_tokens=output.prompt_tokens)

@@ -77,7 +77,15 @@ BODIES: dict[str, dict[str, Any]] = {
         "reasoning_effort": "low",
         "chat_template_kwargs": {"enable_thinking": False},
     },
-    "/v1/completions": {**SHARED, "prompt": ["a", "b"], "echo": False, "logprobs": 1, "suffix": None, "best_of": 1},
+    "/v1/completions": {
+        **SHARED,
+        "prompt": ["a", "b"],
+        "echo": False,
+        "logprobs": 1,
+        "prompt_logprobs": 1,
+        "suffix": None,
+        "best_of": 1,
+    },
     "/v1/responses": {
         "model": "toy/model",
         "input": [
@@ -128,6 +136,50 @@ BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"model": "toy/model", "tokens": [1, 2, 3]},
     "/v1/experts/placement": {"model": "toy/model"},
 }
+OPTIONS = {
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "num_predict": 3,
+    "stop": ["x"],
+    "seed": 1,
+    "repeat_penalty": 1.1,
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.5),
+    "num_ctx": 512,
+}
+OLLAMA = {"model": "toy/model", "options": OPTIONS, "format": {"type": "object"}, "think": True, "keep_alive": "5m"}
+BODIES |= {
+    "/api/chat": {
+        **OLLAMA,
+        "messages": [
+            {"role": "user", "content": "hi", "images": []},
+            {"role": "assistant", "thinking": "hm", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+            {"role": "tool", "tool_name": "f", "content": "rain"},
+        ],
+        "tools": [TOOL],
+        "stream": False,
+        "logprobs": True,
+        "top_logprobs": 2,
+    },
+    "/api/generate": {
+        **OLLAMA,
+        **dict.fromkeys(("prompt", "system"), "x"),
+        **dict.fromkeys(("suffix", "template", "context", "images")),
+        **dict.fromkeys(("raw", "stream"), True),
+    },
+    "/v1/embeddings": {
+        "model": "toy/model",
+        "input": ["a", "b"],
+        "encoding_format": "base64",
+        "dimensions": 3,
+        "prompt_name": "query",
+        "user": "x",
+    },
+    "/api/embed": {"model": "toy/model", "input": ["a", "b"], "truncate": True, "dimensions": 3, "keep_alive": 1},
+    "/api/embeddings": {"model": "toy/model", "prompt": "a"},
+    **{path: {"model": "toy/model", "name": "toy/model", "stream": False} for path in ("/api/show", "/api/pull")},
+}
 NEEDED = {"messages", "prompt", "input", "tokens", "model", "max_tokens"}
 HEADERS = {
     "host": ["", "a b", "x" * 9000, "testserver:99999"],
@@ -167,8 +219,8 @@ FRAGMENTS = [
 
 
 @cache
-def client() -> TestClient:
-    return TestClient(make_app(Service(FakeLink())))
+def client(embeds: bool = False) -> TestClient:
+    return TestClient(make_app(Service(FakeLink(embeds=embeds))))
 
 
 def request(rng: random.Random) -> None:
@@ -178,10 +230,13 @@ def request(rng: random.Random) -> None:
     original = {key: value for key, value in BODIES[path].items() if key in needed or rng.random() < 0.3}
     body = json.dumps(mutated(rng, original, 3) if rng.random() < 0.9 else original).encode()
     headers = {name: rng.choice(HEADERS[name]) for name in rng.sample(sorted(HEADERS), 1)} if rng.random() < 0.05 else {}
-    answer = client().post(path, content=mutated_bytes(rng, body, 2) if rng.random() < 0.1 else body, headers=headers)
+    answer = client("/embed" in path).post(
+        path, content=mutated_bytes(rng, body, 2) if rng.random() < 0.1 else body, headers=headers
+    )
     assert answer.status_code < 500, f"{path}: {answer.status_code} {answer.text[:300]}"
     if answer.status_code >= 400:
-        message = answer.json()["error"]["message"]
+        error = answer.json()["error"]
+        message = error if path.startswith("/api/") else error["message"]
         assert len(message) < 2000, message[:300]
         raise InputError(message)
 

@@ -160,7 +160,9 @@ def test_prompts_may_be_read_one_by_one(name: str, monkeypatch: pytest.MonkeyPat
     steps: list[int] = []
     read = Engine.prefill
     monkeypatch.setattr(Engine, "prefers_separate_steps", lambda self, tokens: True)
-    monkeypatch.setattr(Engine, "prefill", lambda self, some, pieces: steps.append(len(some)) or read(self, some, pieces))
+    monkeypatch.setattr(
+        Engine, "prefill", lambda self, some, pieces, **options: steps.append(len(some)) or read(self, some, pieces, **options)
+    )
     scheduler, prompts = scheduler_for(name), prompts_of(name)
     assert finish(scheduler, submit(scheduler, prompts)) == wanted(name, "k8v4", prompts)
     assert set(steps) == {1}
@@ -195,7 +197,9 @@ def test_tokens_are_sampled_before_prefill_is_queued_on_a_gpu(monkeypatch: pytes
     happened: list[str] = []
     monkeypatch.setattr(GraphRunner, "runs_ahead", True)
     prefill, sample, decode = Engine.prefill, Sampler.__call__, Engine.decode
-    monkeypatch.setattr(Engine, "prefill", lambda self, *given: happened.append("prefill") or prefill(self, *given))
+    monkeypatch.setattr(
+        Engine, "prefill", lambda self, *given, **options: happened.append("prefill") or prefill(self, *given, **options)
+    )
     monkeypatch.setattr(Engine, "decode", lambda self, *given: happened.append("decode") or decode(self, *given))
     monkeypatch.setattr(Sampler, "__call__", lambda self, scores: happened.append("sample") or sample(self, scores))
     scheduler, prompts = scheduler_for("llama"), [prompt[:30] for prompt in prompts_of("llama")[:2]]
@@ -236,7 +240,11 @@ def test_sequences_of_one_output_token_do_not_shrink_prefill_chunks(monkeypatch:
     monkeypatch.setattr(GraphRunner, "runs_ahead", True)
     text, read = model_of("llama")[2], Engine.prefill
     monkeypatch.setattr(
-        Engine, "prefill", lambda self, some, pieces: steps.append([len(piece) for piece in pieces]) or read(self, some, pieces)
+        Engine,
+        "prefill",
+        lambda self, some, pieces, **options: (
+            steps.append([len(piece) for piece in pieces]) or read(self, some, pieces, **options)
+        ),
     )
     scheduler, prompts = scheduler_for("llama", parallel=6, chunk=58), [text[at : at + 30] for at in range(0, 300, 50)]
     found = finish(scheduler, submit(scheduler, prompts, replace(SETTINGS, max_tokens=1)))

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -14,6 +14,7 @@ from auraflux.engine.sampling import DefaultSampling
 from auraflux.errors import BusyError, SettingsError
 from auraflux.serve.transport.link import Gauges, ModelFacts
 from auraflux.tokenizer.tokenizer import Tokenizer
+from auraflux.weights.formats.embedding import Embedding
 from auraflux.weights.parallel.expert_placement import PlacementResult
 from tests.tokenizer.toy_tokenizers import byte_level
 
@@ -65,15 +66,18 @@ def make_tokenizer() -> Tokenizer:
 class FakeLink:
     """Plays `scripts` one per request, repeating the last, and records the requests.
 
+    embeds  whether it is an embedding model
     room   requests accepted before the queue is full; None for no limit
     """
 
-    def __init__(self, *scripts: Script | str, ready: bool = True, context: int = 4096):
+    def __init__(self, *scripts: Script | str, ready: bool = True, context: int = 4096, embeds: bool = False):
         self.tokenizer: Tokenizer | None = make_tokenizer()
         vocab = self.tokenizer.vocab_size
         self._facts = ModelFacts(NAME, "qwen3", context, vocab, frozenset({2}), "k8v4", "cpu", 4, DEFAULTS)
         self.facts: ModelFacts | None = self._facts if ready else None
         self.unavailable_reason = "The model is being loaded; try again soon."
+        if embeds:
+            self.facts = replace(self._facts, embedding=Embedding(prompts={"query": "find: "}))
         self.gauges = Gauges(1, 2, 3, 12, 100, 40, 5, 6, 7, 8, 20, 15)
         self.requests: list[Request] = []
         self.streams: list[FakeOutputStream] = []
@@ -125,6 +129,10 @@ class FakeOutputStream:
         self._stop.set()
 
     async def __aiter__(self) -> AsyncIterator[Output]:
+        if self._request.pooling is not None:
+            stats = RequestStats(len(self._request.prompt))
+            yield Output(finish_reason="stop", stats=stats, embedding=bytes(4) * 8)
+            return
         count = 0
         for chunk in self._script.chunks:
             # yields to other tasks, as waiting for a model would
@@ -134,13 +142,21 @@ class FakeOutputStream:
             tokens = tuple(self._tokenizer.encode(chunk, special=False))
             count += len(tokens)
             self.outputs += 1
-            yield Output(chunk, tokens, self._logprobs(tokens))
+            yield Output(chunk, tokens, self._logprobs(tokens), prompt_logprobs=self._scored() if self.outputs == 1 else ())
         if self._script.finish is None:
             await self._stop.wait()
         finish = "cancelled" if self.cancelled else self._script.finish
         ended = (2,) if finish == "stop" else ()
         stats = RequestStats(len(self._request.prompt), 3, count + len(ended), 0.25, 0.5, 2.5, 1000, 4000)
         yield Output("", ended, self._logprobs(ended), finish, self._script.stop, self._script.error, stats)
+
+    def _scored(self) -> tuple[TokenLogprob, ...]:
+        count, prompt = self._request.prompt_logprobs, self._request.prompt
+        if count is None:
+            return ()
+        return tuple(
+            TokenLogprob(token, -2.0, tuple((other, -1.0) for other in range(5, 5 + count)), 9) for token in prompt[1:]
+        )
 
     def _logprobs(self, tokens: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
         count = self._request.sampling.logprobs

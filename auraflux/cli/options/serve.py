@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "AURAFLUX_API_KEY"
 MAX_SEQUENCES = 1024
 MAX_S = 7 * 24 * 3600
+PORT, OLLAMA_PORT = 8000, 11434
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 RANDOM = [
     click.option("--random", "invented", is_flag=True, hidden=True, help="Serve random weights of --shape."),
@@ -41,12 +42,26 @@ def last_mode(context: click.Context, option: click.Parameter, values: tuple[str
     return next((value for value in reversed(values) if "=" in value), None)
 
 
+def listening_port(context: click.Context, option: click.Parameter, port: int | None) -> int:
+    """Return the port to listen on; --ollama, which is eager, is known by now."""
+    if port is not None:
+        return port
+    return OLLAMA_PORT if context.params.get("ollama") else PORT
+
+
 SERVING = [
     model_argument,
     click.option(
         "--host", default="127.0.0.1", show_default=True, help="Address to listen on; any but loopback needs an API key."
     ),
-    click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 for any free one."),
+    click.option(
+        "--port",
+        type=click.IntRange(0, 65535),
+        callback=listening_port,
+        help="Port; 0 for any free one; by default 8000, with --ollama 11434.",
+    ),
+    click.option("--ollama", is_flag=True, is_eager=True, help="Listen on Ollama's port, where its clients look."),
+    click.option("--manage-models", is_flag=True, help="Let clients download and delete models through Ollama's API."),
     click.option("--name", metavar="TEXT", help="Model name in the API; by default the name of its folder or file."),
     click.option(
         "--api-key", metavar="KEY", envvar=KEY_VARIABLE, help=f"API key that clients must send; also from ${KEY_VARIABLE}."
@@ -147,7 +162,8 @@ def front_settings(host: str, log_json: bool, chosen: dict[str, Any]) -> "HttpSe
         )
     _check_seconds(grace=chosen["grace_s"], deadline=chosen["deadline_s"])
     set_up_log(log_json)
-    access = Access(keys, (*LOCAL, *chosen["hosts"]) if local else chosen["hosts"], chosen["origins"])
+    hosts = (*LOCAL, *chosen["hosts"]) if local else chosen["hosts"]
+    access = Access(keys, hosts, chosen["origins"], chosen["manage_models"])
     return HttpSettings(access, Limits(deadline_s=chosen["deadline_s"]), chosen["max_queue"], chosen["grace_s"], log_json)
 
 

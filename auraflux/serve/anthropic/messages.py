@@ -12,7 +12,7 @@ from auraflux.serve.anthropic.messages_schema import CountReply, CountRequest, M
 from auraflux.serve.auth import caller
 from auraflux.serve.failures import Failure
 from auraflux.serve.limits import at_most
-from auraflux.serve.operation import Operation
+from auraflux.serve.operation import EVENTS, Operation
 from auraflux.serve.service import Service
 from auraflux.serve.transport.body import read_body
 from auraflux.serve.transport.sse import EventStream, run_until_disconnect
@@ -38,7 +38,7 @@ def routes(service: Service) -> list[Operation]:
     counts = "Count the tokens of a conversation (Anthropic Messages)."
     errors: dict[str, Any] = {"statuses": (OVERLOADED,), "error": MessageError}
     return [
-        Operation(PATH, create, summary=summary, request=MessagesRequest, response=MessageReply, streams=True, **errors),
+        Operation(PATH, create, summary=summary, request=MessagesRequest, response=MessageReply, streams=EVENTS, **errors),
         Operation(f"{PATH}/count_tokens", count, summary=counts, request=CountRequest, response=CountReply, **errors),
     ]
 

@@ -24,6 +24,7 @@ def to_conversation(request: CountRequest, user: str, defaults: DefaultSampling)
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         format=_format(request),
         template_kwargs=_template_kwargs(request),
+        thinking_budget=request.thinking.budget_tokens if request.thinking else None,
         user=user,
     )
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 
-from auraflux.serve.openai.schema import ApiModel, PositiveInt
+from auraflux.serve.openai.schema import ApiModel, PositiveInt, Thinking
 
 
 def _text_or_blocks(value: Any) -> Any:
@@ -39,13 +39,6 @@ class ToolUse(ApiModel):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
-
-
-class Thinking(ApiModel):
-    """Reasoning switch. `budget_tokens` is not enforced."""
-
-    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = None
 
 
 class OutputFormat(ApiModel):

@@ -42,6 +42,7 @@ class Conversation:
     format                  constraint on the answer; None for free text
     count                   number of answers
     template_kwargs         further arguments of the chat template: enable_thinking, reasoning_effort, ...
+    thinking_budget         most tokens of reasoning; None for no limit but that of a reasoning effort
     user                    owner of the request, for fair queueing
     continue_final_message  whether the answer continues the last message, an unfinished one of the assistant
     """
@@ -54,6 +55,7 @@ class Conversation:
     format: Format | None = None
     count: int = 1
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    thinking_budget: int | None = None
     user: str = ""
     continue_final_message: bool = False
 

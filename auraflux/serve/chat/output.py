@@ -34,6 +34,9 @@ class ChatOutput:
     prompt_tokens     in the prompt
     reasoning_tokens  generated so far as reasoning, to about one token
     finish            None while it runs
+    scored_prompt     the prompt's tokens, if their log probabilities are requested
+    embedding         the prompt's, in float32, once a request for one has ended
+    prompt_logprobs   of these tokens from the second on, once the first output has arrived
     """
 
     def __init__(
@@ -45,9 +48,13 @@ class ChatOutput:
         tally: Tally,
         stop_token_ids: frozenset[int] = frozenset(),
         parallel_tool_calls: bool = True,
+        scored_prompt: tuple[int, ...] | None = None,
         on_end: Callable[["ChatOutput"], None] = lambda output: None,
     ):
         self.prompt_tokens, self.reasoning_tokens = prompt_tokens, 0
+        self.scored_prompt = scored_prompt
+        self.embedding = b""
+        self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
         self.finish: Finish | None = None
         self._stream, self._parser, self._stop_token_ids = stream, parser, stop_token_ids
         self._parallel_tool_calls, self._tally, self._on_end = parallel_tool_calls, tally, on_end
@@ -91,6 +98,8 @@ class ChatOutput:
             self._stream.cancel()
 
     def _deltas(self, output: Output) -> list[Delta]:
+        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
+        self.embedding = output.embedding
         parsed = self._parser.feed(output.text) if output.text else []
         if output.finish_reason is not None:
             parsed = parsed + self._parser.finish()
@@ -117,9 +126,9 @@ class ChatOutput:
         return [] if self._truncated else parsed
 
     def _visible_logprobs(self, output: Output) -> tuple[TokenLogprob, ...]:
-        """Return the logprobs without the stop token's."""
+        """Return the logprobs without the stop token's; clients that score prompts count on one for every token."""
         stopped = output.finish_reason == "stop" and output.logprobs[-1].token in self._stop_token_ids
-        return output.logprobs[:-1] if stopped else output.logprobs
+        return output.logprobs[:-1] if stopped and self.scored_prompt is None else output.logprobs
 
     def _finished(self, output: Output) -> Finish:
         stats = output.stats or RequestStats(prompt_tokens=self.prompt_tokens, tokens=self._tokens)

@@ -19,7 +19,7 @@ from auraflux.serve.openai.chat_request import to_conversation
 from auraflux.serve.openai.logprobs import chat_logprob
 from auraflux.serve.openai.response_schema import ChatCompletion
 from auraflux.serve.openai.schema import ChatCompletionRequest
-from auraflux.serve.operation import Operation
+from auraflux.serve.operation import EVENTS, Operation
 from auraflux.serve.service import Service
 from auraflux.serve.transport.body import read_body
 from auraflux.serve.transport.sse import DONE, EventStream, merge_outputs, run_until_disconnect, sse
@@ -49,7 +49,7 @@ def routes(service: Service) -> list[Route]:
             summary="Answer a conversation.",
             request=ChatCompletionRequest,
             response=ChatCompletion,
-            streams=True,
+            streams=EVENTS,
         )
     ]
 

@@ -43,6 +43,7 @@ def to_conversation(request: ChatCompletionRequest, limits: Limits, user: str, d
         format=to_format(request.response_format, request.grammar),
         count=request.n or 1,
         template_kwargs=_template_kwargs(request),
+        thinking_budget=_thinking_budget(request),
         user=user,
         continue_final_message=bool(request.continue_final_message),
     )
@@ -192,6 +193,12 @@ def _bias(given: dict[str, float]) -> dict[int, float]:
     return {int(key): value for key, value in given.items()}
 
 
+def _thinking_budget(request: ChatCompletionRequest) -> int | None:
+    if request.max_thinking_tokens is not None or request.thinking is None:
+        return request.max_thinking_tokens
+    return request.thinking.budget_tokens
+
+
 def _template_kwargs(request: ChatCompletionRequest) -> dict[str, Any]:
     effort = request.reasoning_effort
     if effort is None:
@@ -201,4 +208,6 @@ def _template_kwargs(request: ChatCompletionRequest) -> dict[str, Any]:
         kwargs = {"enable_thinking": False}
     else:
         kwargs = {"reasoning_effort": EFFORTS.get(effort, effort)}
+    if request.thinking is not None:
+        kwargs["enable_thinking"] = request.thinking.type != "disabled"
     return {**kwargs, **(request.chat_template_kwargs or {})}

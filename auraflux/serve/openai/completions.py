@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from json.encoder import encode_basestring as quoted
 from typing import Any
 from uuid import uuid4
@@ -11,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from auraflux.engine.request import TokenLogprob
 from auraflux.errors import InputError
 from auraflux.serve.auth import caller
 from auraflux.serve.chat.deltas import Content, Delta, Finish, Logprobs
@@ -19,10 +21,10 @@ from auraflux.serve.failures import check_finish
 from auraflux.serve.limits import at_most
 from auraflux.serve.openai.chat import error_chunk
 from auraflux.serve.openai.chat_request import to_format, to_sampling
-from auraflux.serve.openai.logprobs import completion_logprobs
+from auraflux.serve.openai.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
 from auraflux.serve.openai.response_schema import Completion
 from auraflux.serve.openai.schema import CompletionRequest
-from auraflux.serve.operation import Operation
+from auraflux.serve.operation import EVENTS, Operation
 from auraflux.serve.service import Service
 from auraflux.serve.transport.body import read_body
 from auraflux.serve.transport.sse import DONE, EventStream, merge_outputs, run_until_disconnect
@@ -44,12 +46,14 @@ def routes(service: Service) -> list[Route]:
         prompts, count = _prompts(body), body.n or 1
         at_most("prompt", len(prompts), service.limits.prompts)
         defaults = service.default_sampling
-        sampling = to_sampling(body, defaults, max_tokens=body.max_tokens or MAX_TOKENS, logprobs=body.logprobs)
+        most = MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
+        sampling = to_sampling(body, defaults, max_tokens=most, logprobs=body.logprobs)
         format = to_format(body.response_format, body.grammar)
         user = caller(request, body.user)
         echoes = _echoes(service, prompts) if body.echo else None
-        outputs = await service.complete(prompts, sampling, format=format, count=count, user=user)
-        completions = _CompletionOutputs(service, outputs, count, echoes)
+        scored = _scored(body)
+        outputs = await service.complete(prompts, sampling, format=format, count=count, user=user, prompt_logprobs=scored)
+        completions = _CompletionOutputs(service, outputs, count, echoes, body)
         if body.stream:
             include_usage = bool(body.stream_options and body.stream_options.include_usage)
             return EventStream(completions.stream(include_usage), outputs, error_chunk, service.limits.idle_s)
@@ -59,7 +63,7 @@ def routes(service: Service) -> list[Route]:
 
     summary = "Complete one or more prompts."
     return [
-        Operation("/v1/completions", complete, summary=summary, request=CompletionRequest, response=Completion, streams=True)
+        Operation("/v1/completions", complete, summary=summary, request=CompletionRequest, response=Completion, streams=EVENTS)
     ]
 
 
@@ -68,8 +72,16 @@ def _check(body: CompletionRequest) -> None:
         raise InputError("suffix is not supported: generation is left to right only.")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InputError(f"best_of={body.best_of} is not supported: all generated completions are returned, so use n instead.")
-    if body.echo and body.logprobs is not None:
-        raise InputError("echo with logprobs is not supported: logprobs exist only for generated tokens.")
+    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        raise InputError("max_tokens is 0, which needs echo or prompt_logprobs: nothing would be returned.")
+    if body.stream and _scored(body) is not None:
+        raise InputError("log probabilities of the prompt are not streamed: leave stream out.")
+
+
+def _scored(body: CompletionRequest) -> int | None:
+    """Return how many likely tokens to report with each prompt token; None to report nothing about them."""
+    asked = [count for count in (body.logprobs if body.echo else None, body.prompt_logprobs) if count is not None]
+    return max(asked, default=None)
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:
@@ -90,10 +102,13 @@ class _CompletionOutputs:
     """Completions of several prompts, `count` per prompt, in one response.
 
     echoes  text of each prompt, where it is returned too
+    body    the request, which says what to return
     """
 
-    def __init__(self, service: Service, outputs: list[ChatOutput], count: int, echoes: list[str] | None):
-        self._tokenizer = service.link.tokenizer
+    def __init__(
+        self, service: Service, outputs: list[ChatOutput], count: int, echoes: list[str] | None, body: CompletionRequest
+    ):
+        self._tokenizer, self._body = service.link.tokenizer, body
         self._outputs, self._count, self._echoes = outputs, count, echoes
         self._envelope = {
             "id": f"cmpl-{uuid4().hex}",
@@ -128,10 +143,25 @@ class _CompletionOutputs:
         choices = []
         for number, deltas in enumerate(parts):
             text, logprobs, finish = self._join(deltas, 0)
-            echo = self._echo(number)
-            choices.append({"index": number, "text": echo + text, "logprobs": logprobs, "finish_reason": finish})
+            choices.append(self._scored_choice(number, text, logprobs, finish))
         usage, timings = usage_of(self._outputs, self._count), timings_of(self._outputs)
+        if self._body.max_tokens == 0:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return {**self._envelope, "choices": choices, "usage": usage, "timings": timings}
+
+    def _scored_choice(self, number: int, text: str, logprobs: dict[str, Any] | None, finish: str | None) -> dict[str, Any]:
+        """Return a choice with what was asked about its prompt; without generated tokens where none are wanted."""
+        echo, output = self._echo(number), self._outputs[number]
+        if self._body.max_tokens == 0:
+            text, logprobs, finish = "", None, "length"
+        if echo and self._body.logprobs is not None:
+            about = echoed_logprobs(self._tokenizer, output.scored_prompt or (), _cut(output, self._body.logprobs))
+            shifted = {**(logprobs or {}), "text_offset": [at + len(echo) for at in (logprobs or {}).get("text_offset", ())]}
+            logprobs = {name: [*values, *shifted.get(name, ())] for name, values in about.items()}
+        choice = {"index": number, "text": echo + text, "logprobs": logprobs, "finish_reason": finish}
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, _cut(output, self._body.prompt_logprobs))
+        return choice
 
     def _join(self, deltas: list[Delta], offset: int) -> tuple[str, dict[str, Any] | None, str | None]:
         """Return the text, logprobs and finish reason of deltas that arrived together."""
@@ -150,6 +180,11 @@ class _CompletionOutputs:
 
     def _usage(self) -> str:
         return f'{json.dumps(usage_of(self._outputs, self._count))},"timings":{json.dumps(timings_of(self._outputs))}'
+
+
+def _cut(output: ChatOutput, count: int) -> list[TokenLogprob]:
+    """Return the log probabilities of a prompt's tokens with at most `count` likely tokens each."""
+    return [replace(each, top=each.top[:count]) for each in output.prompt_logprobs]
 
 
 def _choice(number: int, text: str, logprobs: dict[str, Any] | None = None, finish: str | None = None) -> str:

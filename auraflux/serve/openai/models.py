@@ -10,7 +10,14 @@ from starlette.routing import Route
 
 from auraflux.errors import InputError
 from auraflux.serve.openai.chat_request import tokenize_request_to_conversation
-from auraflux.serve.openai.response_schema import ExpertPlacementResponse, ModelList, ServedModel, TokenList, TokenText
+from auraflux.serve.openai.response_schema import (
+    ExpertPlacementResponse,
+    ModelList,
+    ServedModel,
+    TokenizerInfo,
+    TokenList,
+    TokenText,
+)
 from auraflux.serve.openai.schema import DetokenizeRequest, ExpertPlacementRequest, TokenizeRequest
 from auraflux.serve.operation import Operation
 from auraflux.serve.service import Service
@@ -41,6 +48,10 @@ def routes(service: Service) -> list[Route]:
             raise InputError(f"Token id {wrong} is outside the model's vocabulary of {service.facts.vocab} tokens.")
         return JSONResponse({"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens, True)})
 
+    async def tokenizer_info(request: Request) -> Response:
+        tokenizer = service.tokenizer
+        return JSONResponse({**tokenizer.names, "chat_template": tokenizer.templates.get("default")})
+
     async def place_experts(request: Request) -> Response:
         body = await read_body(request, ExpertPlacementRequest, service.limits)
         service.check_model(body.model)
@@ -59,6 +70,13 @@ def routes(service: Service) -> list[Route]:
         Operation("/v1/models/{model:path}", one_model, summary="Describe a model.", response=ServedModel, statuses=(404, 503)),
         Operation(
             "/tokenize", tokenize, summary="Tokenize a text or a conversation.", request=TokenizeRequest, response=TokenList
+        ),
+        Operation(
+            "/tokenizer_info",
+            tokenizer_info,
+            summary="Return the special tokens and the chat template.",
+            response=TokenizerInfo,
+            statuses=(400, 503),
         ),
         Operation("/detokenize", detokenize, summary="Decode tokens.", request=DetokenizeRequest, response=TokenText),
         place,

@@ -87,6 +87,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: dict[str, Any] | None
     finish_reason: Literal["stop", "length"]
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 class Completion(BaseModel):
@@ -134,6 +135,29 @@ class TokenList(BaseModel):
     count: int
     max_model_len: int
     tokens: list[int]
+
+
+class EmbeddingItem(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(BaseModel):
+    """Embeddings in the order of the inputs."""
+
+    object: Literal["list"]
+    data: list[EmbeddingItem]
+    model: str
+    usage: dict[str, int]
+
+
+class TokenizerInfo(BaseModel):
+    """Special tokens by name, and the chat template."""
+
+    eos_token: str | None = None
+    bos_token: str | None = None
+    chat_template: str | None
 
 
 class TokenText(BaseModel):

@@ -18,7 +18,7 @@ from auraflux.serve.openai.logprobs import chat_logprob
 from auraflux.serve.openai.responses_events import ResponseEvents
 from auraflux.serve.openai.responses_request import functions, to_conversation
 from auraflux.serve.openai.responses_schema import ResponseReply, ResponsesRequest
-from auraflux.serve.operation import Operation
+from auraflux.serve.operation import EVENTS, Operation
 from auraflux.serve.service import Service
 from auraflux.serve.transport.body import read_body
 from auraflux.serve.transport.sse import EventStream, run_until_disconnect
@@ -32,7 +32,7 @@ def routes(service: Service) -> list[Operation]:
 
     summary = "Answer a conversation (OpenAI Responses); each request carries the complete history."
     return [
-        Operation("/v1/responses", respond, summary=summary, request=ResponsesRequest, response=ResponseReply, streams=True)
+        Operation("/v1/responses", respond, summary=summary, request=ResponsesRequest, response=ResponseReply, streams=EVENTS)
     ]
 
 

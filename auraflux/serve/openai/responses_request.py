@@ -26,6 +26,7 @@ def to_conversation(request: ResponsesRequest, user: str, defaults: DefaultSampl
         parallel_tool_calls=request.parallel_tool_calls is not False,
         format=_format((request.text or Text()).format),
         template_kwargs=_template_kwargs((request.reasoning or Effort()).effort),
+        thinking_budget=(request.reasoning or Effort()).max_tokens,
         user=user,
     )
 

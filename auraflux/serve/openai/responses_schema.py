@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 
-from auraflux.serve.openai.schema import ApiModel, PositiveInt
+from auraflux.serve.openai.schema import ApiModel, Budget, PositiveInt
 
 CHOICES = ("auto", "none", "required")
 
@@ -46,9 +46,10 @@ class Text(ApiModel):
 
 
 class Effort(ApiModel):
-    """Reasoning effort."""
+    """Reasoning effort, and the most tokens of reasoning."""
 
     effort: str | None = Field(default=None, max_length=32)
+    max_tokens: Budget | None = None
 
 
 class ResponsesRequest(ApiModel):

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = list[Token]
+Budget = Annotated[int, Field(ge=0, lt=1 << 31)]
 PositiveInt = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
@@ -118,6 +119,13 @@ class SamplingFields(ApiModel):
     user: str | None = None
 
 
+class Thinking(ApiModel):
+    """Reasoning switch and limit, as in Anthropic's API."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"] = "enabled"
+    budget_tokens: Budget | None = None
+
+
 class ChatCompletionRequest(SamplingFields):
     """A conversation to answer."""
 
@@ -128,6 +136,8 @@ class ChatCompletionRequest(SamplingFields):
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    max_thinking_tokens: Budget | None = None
+    thinking: Thinking | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
@@ -141,6 +151,20 @@ class CompletionRequest(SamplingFields):
     suffix: str | None = None
     best_of: PositiveInt | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
+    # 0 with `echo` or `prompt_logprobs`: score the prompt only
+    max_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)
+
+
+class EmbeddingsRequest(ApiModel):
+    """One or more inputs to embed, as text or as tokens. `prompt_name` names a prompt of the model, put before each text."""
+
+    input: str | Tokens | list[str] | list[Tokens]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: PositiveInt | None = None
+    prompt_name: str | None = None
+    user: str | None = None
 
 
 class TokenizeRequest(ApiModel):

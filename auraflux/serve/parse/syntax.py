@@ -9,7 +9,9 @@ from auraflux.serve.chat.deltas import Content, ParsedDelta, Reasoning, ToolCall
 from auraflux.serve.parse.argument_tags import Tags
 from auraflux.serve.parse.calls import CallParser, ToolCalls
 from auraflux.serve.parse.text import Steps, TextStream
-from auraflux.serve.parse.thinking import THINK, ThinkTags, thinking
+from auraflux.serve.parse.thinking import THINK, thinking
+from auraflux.serve.parse.thinking import ThinkTags as Pair
+from auraflux.tokenizer.thinking import ThinkingBudget, ThinkTags
 
 
 def new_id() -> str:
@@ -48,6 +50,7 @@ class Syntax:
     think_tags       tags around reasoning, the usual pair first
     may_think        whether the model may open reasoning by itself
     reply_header     text in the prompt after which the reply begins
+    think_end        text that ends a message of reasoning, with reply_channels
     reply_channels   text before reasoning, between reasoning and content, and before content; None for think_tags
     new_id           makes tool call ids
     """
@@ -57,10 +60,11 @@ class Syntax:
     visible_tokens: tuple[str, ...] = ()
     non_stop_tokens: tuple[str, ...] = ()
     call_template: CallTemplate = CallTemplate()
-    think_tags: tuple[ThinkTags, ...] = (THINK,)
+    think_tags: tuple[Pair, ...] = (THINK,)
     may_think: bool = False
     reply_header: str | None = None
     reply_channels: tuple[str, str, str] | None = None
+    think_end: str = ""
     new_id: Callable[[], str] = new_id
 
     def __post_init__(self) -> None:
@@ -78,6 +82,24 @@ class Syntax:
         if not content:
             return before
         return f"{before}{reasoning}{between}" if reasoning else only_content
+
+    def thinking_budget(self, tokens: int, prompt_tail: str, encode: Callable[[str], Sequence[int]]) -> ThinkingBudget | None:
+        """Return the limit of reasoning in an answer to a prompt that ends in `prompt_tail`; None if there is no reasoning.
+
+        encode  tokenizes a text without adding tokens
+        """
+        if self.reply_channels is not None:
+            opening, to_content, content = self.reply_channels
+            # the model may choose another channel after its reasoning, such as a call; but not reasoning once more
+            once, again = to_content.removesuffix(content), to_content
+            tags: tuple[ThinkTags, ...] = (ThinkTags(opening, self.think_end, tuple(encode(once)), tuple(encode(again))),)
+        else:
+            closings = [(pair, tuple(encode(f"\n{pair[1]}\n\n"))) for pair in self.think_tags]
+            tags = tuple(ThinkTags(*pair, ids, ids) for pair, ids in closings)
+        opened = next((each for each in tags if prompt_tail.rstrip().endswith(each.opening)), None)
+        if opened is None and not self.may_think and self.reply_channels is None:
+            return None
+        return ThinkingBudget(tokens, tags, opened, reopens=self.reply_channels is not None)
 
     def parser(
         self,

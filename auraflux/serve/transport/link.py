@@ -2,11 +2,14 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from auraflux.engine.request import Output, Request
 from auraflux.engine.sampling import DefaultSampling
 from auraflux.tokenizer.tokenizer import Tokenizer
+from auraflux.weights.formats.embedding import Embedding
+from auraflux.weights.formats.headers import Headers
 from auraflux.weights.parallel.expert_placement import PlacementResult
 
 
@@ -23,6 +26,9 @@ class ModelFacts:
     device         device it runs on
     max_sequences  batch size: sequences that decode at once
     default_sampling  settings of requests that leave them out
+    headers        facts of its files; None for a model without any
+    path           of its files; clients never see it
+    embedding      how it embeds inputs; None for a model whose files do not say
     """
 
     name: str
@@ -34,6 +40,9 @@ class ModelFacts:
     device: str
     max_sequences: int
     default_sampling: DefaultSampling = field(default_factory=DefaultSampling)
+    headers: Headers | None = None
+    path: Path | None = None
+    embedding: Embedding | None = None
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,13 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TypeVar
 
 from auraflux.engine.request import Output, Request
 from auraflux.errors import AurafluxError, BackendError, RankError
@@ -25,10 +27,13 @@ from auraflux.serve.transport.pipe import (
     UNAVAILABLE,
     OutputBatch,
 )
+from auraflux.weights.formats.embedding import read_embedding
+from auraflux.weights.formats.headers import read_headers
 from auraflux.weights.parallel.expert_placement import PlacementResult
 
 log = logging.getLogger("auraflux.serve")
 
+T = TypeVar("T")
 IDLE_S = 1.0  # between gauges while no request runs
 RETRY_S = 1.0  # between attempts to restart ranks
 GAUGES_S = 0.2  # between gauges while requests run
@@ -47,7 +52,18 @@ def facts_of(model: LanguageModel, name: str | None = None) -> ModelFacts:
         device=str(model.engine.device),
         max_sequences=model.scheduler.max_sequences,
         default_sampling=model.default_sampling,
+        headers=_facts(read_headers, model.path),
+        path=model.path,
+        embedding=_facts(read_embedding, model.path),
     )
+
+
+def _facts(read: Callable[[Path], T], path: Path) -> T | None:
+    """Return facts from a model's files; None for random weights."""
+    try:
+        return read(path)
+    except (AurafluxError, OSError):
+        return None
 
 
 def _name_of(path: Path) -> str:
@@ -209,5 +225,7 @@ class ModelProcess:
 def _fields(output: Output) -> tuple:
     """Return the fields of an output, without those that most outputs leave empty."""
     logprobs, finish_reason = output.logprobs, output.finish_reason
-    fields = (output.text, output.tokens, logprobs, finish_reason, output.stop_string, output.error, output.stats)
-    return fields if finish_reason is not None or logprobs else fields[:2]
+    scored, text, tokens = output.prompt_logprobs, output.text, output.tokens
+    end = finish_reason, output.stop_string, output.error, output.stats
+    fields = (text, tokens, logprobs, *end, scored, output.embedding)
+    return fields if finish_reason is not None or logprobs or scored else fields[:2]

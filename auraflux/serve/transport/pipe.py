@@ -64,6 +64,8 @@ def _join(outputs: deque[Output]) -> Output:
         last.stop_string,
         last.error,
         last.stats,
+        outputs[0].prompt_logprobs,
+        last.embedding,
     )
 
 

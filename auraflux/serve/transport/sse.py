@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -39,6 +39,9 @@ class EventStream(Response):
     idle_s       seconds that sending one chunk may take
     """
 
+    media_headers: ClassVar[dict[str, str]] = HEADERS
+    keep_alive: ClassVar[bytes | None] = ALIVE
+
     def __init__(
         self,
         chunks: AsyncIterator[bytes],
@@ -46,7 +49,7 @@ class EventStream(Response):
         error_chunk: Callable[[Failure], bytes],
         idle_s: float = 60.0,
     ):
-        super().__init__(headers=HEADERS)
+        super().__init__(headers=self.media_headers)
         del self.headers["content-length"]
         self._chunks, self._outputs, self._error_chunk, self._idle_s = chunks, outputs, error_chunk, idle_s
 
@@ -54,7 +57,7 @@ class EventStream(Response):
         await run_until_disconnect(receive, self._send_all(scope, send), self._outputs)
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
-        connection = _SseConnection(send, self._idle_s)
+        connection = _Connection(send, self._idle_s, self.keep_alive)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
@@ -81,11 +84,11 @@ class EventStream(Response):
         return failure
 
 
-class _SseConnection:
-    """Connection to a client: cancels the sending task if the client stops reading, and sends keep-alive comments."""
+class _Connection:
+    """Connection to a client: cancels the sending task if the client stops reading, and sends keep-alive bytes."""
 
-    def __init__(self, send: Send, idle_s: float):
-        self._send, self._idle_s = send, idle_s
+    def __init__(self, send: Send, idle_s: float, keep_alive: bytes | None):
+        self._send, self._idle_s, self._alive = send, idle_s, keep_alive
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         self._since, self._sending, self._closed = self._loop.time(), False, False
         self._ping: asyncio.Task[None] | None = None
@@ -113,13 +116,13 @@ class _SseConnection:
             log.warning("a client read nothing for %.0f s; its request is cancelled", waited)
             self._task.cancel()
             return
-        if not self._sending and waited > ALIVE_S:
-            self._ping = self._loop.create_task(self._keep_alive())
+        if not self._sending and waited > ALIVE_S and self._alive is not None:
+            self._ping = self._loop.create_task(self._send_alive(self._alive))
         self._timer = self._loop.call_later(self._step_s, self._check)
 
-    async def _keep_alive(self) -> None:
+    async def _send_alive(self, alive: bytes) -> None:
         if not self._closed:
-            await self.send(ALIVE)
+            await self.send(alive)
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T], outputs: Sequence[ChatOutput] = ()) -> T | None:

@@ -21,7 +21,8 @@ Hash = tuple[str, str]  # kind, see `digest`, and value
 # config, weights and tokenizer, but no code; subfolders of a repository have the same weights in other formats
 PATTERNS: dict[str, Any] = {
     "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"],
-    "ignore_patterns": ["*/*"],
+    # of the folders only sentence-transformers' 1_Pooling
+    "ignore_patterns": ["[!1]*/*", "1*/*/*"],
 }
 
 

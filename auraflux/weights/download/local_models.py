@@ -1,8 +1,10 @@
 """`local_models`: the models that are downloaded, by the names that load them. Uses no network."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from auraflux.errors import FetchError, SettingsError
 from auraflux.weights.download.pull import BUILT_IN, models_folder
 from auraflux.weights.formats.model_files import SPLIT
 
@@ -14,6 +16,30 @@ def local_models() -> Iterator[tuple[str, Path]]:
         if path.exists():
             yield name, path
     yield from _cached(_hub_folder())
+
+
+def remove(name: str, in_use: Path | None = None) -> bool:
+    """Delete a downloaded model by its name in `local_models`; return whether there was one.
+
+    in_use  the path of a model that runs, which is not deleted
+    """
+    path = dict(local_models()).get(name)
+    if path is None:
+        return False
+    whole = path.parents[1] if path.is_dir() else path
+    if in_use is not None and (in_use.absolute().is_relative_to(whole.absolute()) or in_use.resolve() == path.resolve()):
+        raise SettingsError(f"the model {name} is in use and cannot be deleted.")
+    try:
+        if path.is_dir():
+            # models--org--name, above snapshots and the commit
+            shutil.rmtree(whole)
+        else:
+            # a file of the hub's cache is a link to its content
+            path.resolve().unlink()
+            path.unlink(missing_ok=True)
+    except OSError as err:
+        raise FetchError(f"the model {name} cannot be deleted: {err.strerror or err}.") from err
+    return True
 
 
 def _hub_folder() -> Path:

@@ -67,8 +67,11 @@ def locate(name: str | None = None, report: Report = _no_report) -> Path:
     """
     name = DEFAULT if name is None else name
     path = find_local(name)
-    if path is not None:
-        return path
+    return fetch(name, report) if path is None else path
+
+
+def fetch(name: str, report: Report = _no_report) -> Path:
+    """Return the path of a built-in model or one of the hub, downloading it first if needed; never a path that is given."""
     if name.lower() in BUILT_IN:
         return _built_in(name.lower(), report)
     repository, revision, file = _on_hub(name)

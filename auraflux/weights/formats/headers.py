@@ -58,6 +58,14 @@ def _gguf(path: Path) -> Headers:
     return Headers("gguf", str(kind), len(tensors), formats.total(), dict(formats.most_common()), count, context)
 
 
+def pooling_type(path: Path) -> int | None:
+    """Return the pooling type of a GGUF file; None for a model that is not one for embeddings."""
+    from auraflux.weights.formats.gguf_reader import read_header
+
+    metadata = read_header(gguf_parts(path)[0]).fields
+    return _value(metadata, f"{_value(metadata, 'general.architecture')}.pooling_type")
+
+
 def _value(metadata: dict[str, Any], key: str) -> Any:
     try:
         return metadata[key].contents() if key in metadata else None

@@ -83,7 +83,8 @@ def test_response_format():
     [
         ({"suffix": "end"}, "left to right"),
         ({"best_of": 3}, "best_of=3"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "not streamed"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt": []}, "empty list"),
         ({"prompt": ""}, "empty"),
         ({"prompt": [[]]}, "empty"),
@@ -96,6 +97,41 @@ def test_response_format():
 )
 def test_invalid_requests_are_refused(body: dict[str, Any], message: str):
     assert message in complete(FakeLink(), 400, **{"prompt": "x", **body})["error"]["message"]
+
+
+def test_echo_with_logprobs_scores_the_prompt():
+    """As lm-eval reads it: one entry per prompt token, the first without a value, then the generated ones."""
+    link = FakeLink(Script(("Hi",), "stop"))
+    assert link.tokenizer is not None
+    prompt = link.tokenizer.encode("It is so")
+    [choice] = complete(link, prompt=prompt, echo=True, logprobs=1, max_tokens=1)["choices"]
+    assert choice["text"] == "It is soHi"
+    assert link.requests[-1].prompt_logprobs == 1
+    scores = choice["logprobs"]
+    assert {len(values) for values in scores.values()} == {len(scores["tokens"])}
+    assert "".join(scores["tokens"][: len(prompt)]) == "It is so"
+    assert scores["token_logprobs"][: len(prompt)] == [None, *[-2.0] * (len(prompt) - 1)]
+    assert scores["top_logprobs"][0] is None
+    # the stop token counts too: a reader drops the last entries of generated tokens by number
+    assert len(scores["tokens"]) == len(prompt) + len(link.tokenizer.encode("Hi", special=False)) + 1
+    offsets = scores["text_offset"]
+    assert offsets == sorted(offsets)
+    assert offsets[len(prompt)] == len("It is so")
+
+
+def test_no_tokens_are_generated_to_score_a_prompt():
+    link = FakeLink("Hi")
+    for body in ({"echo": True, "logprobs": 2}, {"echo": True}, {"prompt_logprobs": 2}):
+        answer = complete(link, prompt="It is", max_tokens=0, **body)
+        [choice] = answer["choices"]
+        assert choice["text"] == ("It is" if "echo" in body else "")
+        assert choice["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 0
+    first, *rest = choice["prompt_logprobs"]
+    assert first is None
+    own = str(link.requests[-1].prompt[1])
+    assert rest[0]["5"]["rank"] == 1
+    assert rest[0][own] == {"logprob": -2.0, "rank": 9, "decoded_token": link.tokenizer.piece(int(own)).decode()}
 
 
 def test_error_within_a_stream():

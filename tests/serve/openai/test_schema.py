@@ -33,7 +33,13 @@ def test_every_route_is_described():
         "/v1/messages/count_tokens",
         "/tokenize",
         "/detokenize",
+        "/tokenizer_info",
+        "/v1/embeddings",
         "/v1/experts/placement",
+        *(
+            f"/api/{name}"
+            for name in ("chat", "generate", "version", "tags", "ps", "show", "pull", "delete", "embed", "embeddings")
+        ),
         "/health",
         "/ready",
         "/metrics",

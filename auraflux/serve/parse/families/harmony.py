@@ -67,6 +67,7 @@ HARMONY = Syntax(
     call_template=CallTemplate(name=f"{CHANNEL}commentary to={PREFIX}", arguments=f" {CONSTRAIN}json{MESSAGE}", end=""),
     think_tags=(),
     reply_header=f"{START}assistant",
+    think_end=END,
     reply_channels=(
         f"{CHANNEL}analysis{MESSAGE}",
         f"{END}{START}assistant{CHANNEL}final{MESSAGE}",

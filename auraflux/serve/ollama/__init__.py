@@ -1,0 +1,1 @@
+"""Ollama's API: chat and generate as lines of JSON, and the requests about models."""

@@ -1,0 +1,66 @@
+"""/api/embed, and the older /api/embeddings."""
+
+import json
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from auraflux.serve.auth import caller
+from auraflux.serve.limits import at_most
+from auraflux.serve.ollama.schema import Embeddings, EmbedRequest, OllamaError, OneEmbedding, PromptEmbedRequest
+from auraflux.serve.openai.embeddings import inputs_of, prompt_of, vectors
+from auraflux.serve.operation import Operation
+from auraflux.serve.service import Service
+from auraflux.serve.transport.body import read_body
+from auraflux.serve.transport.sse import run_until_disconnect
+
+
+def routes(service: Service) -> list[Operation]:
+    """Return the routes that embed."""
+
+    async def embed(request: Request) -> Response:
+        body = await read_body(request, EmbedRequest, service.limits)
+        return _response(await _embed(service, request, body))
+
+    async def embed_prompt(request: Request) -> Response:
+        body = await read_body(request, PromptEmbedRequest, service.limits)
+        found = await _embed(service, request, EmbedRequest(model=body.model, input=body.prompt))
+        return _response(None if found is None else {"embedding": found["embeddings"][0]})
+
+    summary, older = "Embed one or more inputs (Ollama).", "Embed a text (Ollama, older)."
+    return [
+        Operation("/api/embed", embed, summary=summary, request=EmbedRequest, response=Embeddings, error=OllamaError),
+        Operation(
+            "/api/embeddings",
+            embed_prompt,
+            summary=older,
+            request=PromptEmbedRequest,
+            response=OneEmbedding,
+            error=OllamaError,
+        ),
+    ]
+
+
+async def _embed(service: Service, request: Request, body: EmbedRequest) -> dict[str, Any] | None:
+    service.check_ready()
+    service.check_model(body.model)
+    inputs, prompt, started = inputs_of(body.input), prompt_of(service, None), time.perf_counter()
+    at_most("input", len(inputs), service.limits.embeddings)
+    work = service.embed(inputs, user=caller(request), prompt=prompt, truncate=body.truncate is not False)
+    outputs = await run_until_disconnect(request.receive, work)
+    if outputs is None:
+        return None
+    return {
+        "model": body.model,
+        "embeddings": vectors(service, outputs, body.dimensions).tolist(),
+        "total_duration": round((time.perf_counter() - started) * 1e9),
+        "load_duration": 0,
+        "prompt_eval_count": sum(output.prompt_tokens for output in outputs),
+    }
+
+
+def _response(answer: dict[str, Any] | None) -> Response:
+    # 499: the client has disconnected and reads nothing
+    return Response(json.dumps(answer), 499 if answer is None else 200, media_type="application/json")
