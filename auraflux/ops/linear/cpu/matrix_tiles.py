@@ -185,11 +185,12 @@ def multiply_blocks_by_matrix(form, words, piece, span, panel, tokens, groups, o
     scales, biases, wide_step = span.wide
     at_once, code_nbytes = piece
     for i in range(span.size):
+        codes, some = span.codes + i * code_step, span.scales + i * scale_step
         if words:
-            widen_scales((form, span.scales + i * scale_step, groups, scales + i * wide_step, biases + i * wide_step))
+            widen_scales((form, codes, some, groups, scales + i * wide_step, biases + i * wide_step))
         for first in range(0, groups, at_once):
             stop = min(first + at_once, groups)
-            unpack_rows((form, span.codes + i * code_step + first * code_nbytes, stop - first, span.unpacked))
+            unpack_rows((form, codes + first * code_nbytes, some, stop - first, span.unpacked))
             unpacked = (span.unpacked, scales + i * wide_step, biases + i * wide_step)
             (tile, tile_step), out, left = panel, span.out + 4 * BLOCK * i, tokens
             while left > HALF:
