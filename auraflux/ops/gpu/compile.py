@@ -24,9 +24,8 @@ from typing import Any, Protocol
 
 from auraflux.ops._cases import all_cases
 from auraflux.ops._dispatch import families
-from auraflux.ops.fake_gpu import Capability
+from auraflux.ops.fake_gpu import SHARED_KB, Capability
 from auraflux.ops.gpu.capture import GPUS, KernelVariant, variants_of
-from auraflux.ops.gpu.device import SHARED_KB
 from auraflux.ops.gpu_cases import CRITICAL
 
 CONVERGENCE = "WARPSYNC.COLLECTIVE"

@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.gpu.device import SHARED_NBYTES
+from auraflux.ops.gpu.device import shared_nbytes
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.hopper.copy import COMMIT, COPY8, COPY16, copy, wait_ptx
 from auraflux.ops.hopper.mma_int4 import X_SHARED, codes_at, copy_halves, group_sums, load_x, sum_x
@@ -109,8 +109,9 @@ def matmul16(x, w, s, b, y, M, N, K: gl.constexpr, R: gl.constexpr, TILES: gl.co
     memory._keep_alive()
 
 
-def choose_tile(tokens: int, rows: int, width: int) -> tuple[int, int, int | None] | None:
+def choose_tile(x: Tensor, weight: QTensor) -> tuple[int, int, int | None] | None:
     """Choose blocks of 16 rows per program, slots of a ring, a cap on registers; None where the shape is not supported."""
+    tokens, (rows, width), most = x.shape[0], weight.shape, shared_nbytes(x.device)
     if rows % 64 or width % 256:
         return None
     if rows >= 8192 and tokens <= 8 and width <= 8192:
@@ -119,7 +120,7 @@ def choose_tile(tokens: int, rows: int, width: int) -> tuple[int, int, int | Non
     block = 4 if rows >= 8192 else 2 if rows >= 4096 else 1
     deep = 2 if width > 2048 and rows < 8192 else 1
     tiles, mine = 1 if tokens <= 8 else 2, -(-width // 256 // WARPS)
-    while WARPS * (deep * (2048 * block + 4096 * tiles) + 256 * block * mine) + 2048 > SHARED_NBYTES:
+    while WARPS * (deep * (2048 * block + 4096 * tiles) + 256 * block * mine) + 2048 > most:
         if (block, deep) == (1, 1):
             return None
         block, deep = (block, 1) if deep == 2 else (block // 2, 1)
@@ -129,7 +130,7 @@ def choose_tile(tokens: int, rows: int, width: int) -> tuple[int, int, int | Non
 def multiply(x: Tensor, weight: QTensor, out: Tensor) -> None:
     """Multiply up to MOST_TOKENS tokens by a weight, into bf16 [T, N]."""
     tokens, (rows, width) = x.shape[0], weight.shape
-    plan = choose_tile(tokens, rows, width)
+    plan = choose_tile(x, weight)
     assert plan is not None
     block, deep, cap = plan
     sizes = tokens, rows, width, block, 1 if tokens <= 8 else 2, WARPS, deep
