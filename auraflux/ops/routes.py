@@ -1,8 +1,8 @@
 """Route tables: ordered lists of kernels, of which the first that does not refuse a call runs.
 
 A table alone decides. `explain` walks it without running anything, for `auraflux ops --explain` and `docs/kernels.md`.
-`without_routes` excludes routes, so that `auraflux bench ops --routes` can measure what each is worth. A route whose kernel does
-not compile for the GPU is excluded from then on, with a logged reason, and the next one runs.
+`without_routes` excludes routes, so that `auraflux bench ops --routes` can measure what each is worth. A route whose kernel
+does not compile for the GPU is excluded from then on, with a logged reason, and the next one runs.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """A GPU that passes for an older one: AURAFLUX_AS_GPU=8.9 runs the routes of an RTX 4090 on a Hopper.
 
-The GPU reports the older compute capability. Triton generates PTX for it, so that an instruction it lacks fails to assemble, and
-a kernel that asks for more shared memory than it has fails to load. Times are those of the GPU that is there.
+The GPU reports the older compute capability. Triton generates PTX for it, so that an instruction it lacks fails to assemble,
+and a kernel that asks for more shared memory than it has fails to load. Times are those of the GPU that is there.
 """
 
 import os

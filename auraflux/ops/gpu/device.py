@@ -18,6 +18,7 @@ from auraflux.ops.gpu.as_gpu import as_another_gpu
 INTERPRETED: bool = triton.knobs.runtime.interpret
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST = AMPERE  # the first whose tensor cores take bfloat16
+SIGNED_MAXIMUM: Capability = (8, 6)  # the first with max.xorsign.abs
 CLUSTERS = HOPPER  # the first with TMA, clusters and programmatic dependent launch
 INTERPRETED_MULTIPROCESSORS = 4  # few, so that wrappers launch few large programs
 # of GPUs that are not there: A100, RTX 3090, RTX 4090, H200, B200, RTX 5090
@@ -50,6 +51,11 @@ def interpreted() -> bool:
 def not_gluon(device: torch.device) -> str | None:
     """Return why Gluon kernels of cp.async and mma.sync do not run on a device; None where they do."""
     return _lacks(device, lambda gpu: gpu >= OLDEST, "needs an NVIDIA GPU")
+
+
+def not_signed_maximum(device: torch.device) -> str | None:
+    """Return why kernels that take maxima by max.xorsign.abs do not run on a device; None where they do."""
+    return _lacks(device, lambda gpu: gpu >= SIGNED_MAXIMUM, "needs compute capability 8.6")
 
 
 def not_tma(device: torch.device) -> str | None:
@@ -91,7 +97,7 @@ def _shared_nbytes(device: torch.device, fake: Capability | None) -> int:
     gpu = fake or (capability(device) if device.type == "cuda" else HOPPER)
     if gpu in SHARED_KB:
         return SHARED_KB[gpu] << 10
-    found: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    found: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin")  # noqa: B009
     return found
 
 

@@ -50,7 +50,7 @@ def _print(*text: Any) -> None:
     log.debug("%s", " ".join(str(each) for each in text))
 
 
-nvidia_compiler.print = _print  # type: ignore[attr-defined]
+nvidia_compiler.print = _print
 
 
 def supported_options(named: dict[str, Any]) -> dict[str, Any]:

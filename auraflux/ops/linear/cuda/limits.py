@@ -12,7 +12,7 @@ from torch import Tensor
 
 from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.fake_gpu import fake_capability
-from auraflux.ops.gpu.device import not_clusters, not_gluon, not_tma, not_wgmma
+from auraflux.ops.gpu.device import not_clusters, not_gluon, not_signed_maximum, not_tma, not_wgmma
 from auraflux.ops.gpu.sizes import cached_per_weight
 from auraflux.ops.linear.cuda.call import DENSE_ROWS, Call
 from auraflux.ops.linear.cuda.dequantize import refuses_bf16
@@ -215,7 +215,7 @@ MATVEC_INTEGER = all_of(
     ONE_TOKEN_CODES,
     _at_most_weights(matvec_integer.MOST_WEIGHTS),
     lambda call: matvec_integer.refuses(call.x, call.quantized[0]),
-    _needs(not_gluon),
+    _needs(not_signed_maximum),
     X_ALIGNED,  # x is loaded in words
 )
 MATVEC_THREE = all_of(
@@ -318,7 +318,10 @@ GEMM_INT4_SKINNY = all_of(
     PRODUCTS_ONLY,
     NO_BIAS,
     require(lambda call: len(call.quantized) == 1, "the kernel takes one quantized weight"),
-    _tokens(2, gemm_int4_skinny.MOST_TOKENS),
+    require(
+        lambda call: 2 <= call.tokens <= gemm_int4_skinny.most_tokens(call.x.device),
+        lambda call: f"{call.tokens} tokens; the kernel takes 2 to {gemm_int4_skinny.most_tokens(call.x.device)}",
+    ),
     each_weight(_int4, _skinny_tile),
 )
 GEMM_BITS_SKINNY = all_of(

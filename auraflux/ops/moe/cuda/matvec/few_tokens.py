@@ -1,9 +1,9 @@
 """4-bit experts for few tokens on Hopper; the warp-level products are in `hopper.mma_int4_groups`.
 
 A tile of `up_slots` is 16 elements of one pair's hidden vector: 16 rows of gate and 16 of up, each contiguous in memory and
-loaded by TMA, or by cp.async where there is none. A program has a few tiles of a token, half of its warps for gate, half for up; a warp has the same inputs in all
-tiles. A program of `down_slots` computes 16 elements of a token's result, its warps sharing the inputs of all slots, so that
-the sum over slots needs no second pass.
+loaded by TMA, or by cp.async where there is none. A program has a few tiles of a token, half of its warps for gate, half for
+up; a warp has the same inputs in all tiles. A program of `down_slots` computes 16 elements of a token's result, its warps
+sharing the inputs of all slots, so that the sum over slots needs no second pass.
 
 For one token there is about one program of either kernel per multiprocessor, and both fit on it together. The first warp of a
 program selects the experts and issues all their copies at once. `up_slots` then lets `down_slots` start (programmatic
@@ -215,7 +215,7 @@ def up_slots(
 
 @gluon.jit
 def _copy_slots(ring, table, sources, there, tid, INNER: gl.constexpr, SLOTS: gl.constexpr, W: gl.constexpr):
-    """Copy 16 rows of all slots by cp.async: lane n of the first warp knows the sources of slot n's codes, scales and biases."""
+    """Copy 16 rows of all slots by cp.async: lane n of the first warp knows where slot n's codes, scales and biases are."""
     LINES: gl.constexpr = INNER // 2
     for part in gl.static_range(3):
         put_long(table + (tid % 32 * 3 + part) * 8, gl.where(there, sources[part], sources[part] * 0), tid < 32)

@@ -337,5 +337,4 @@ def query_operand(x, rotated, factor, D: gl.constexpr, BITS: gl.constexpr, NW: g
 def _fill_table(shared, sides, COMPACT: gl.constexpr):
     rows = shared._reinterpret(gl.int32, [256, 32 if COMPACT else 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     for i in gl.static_range(len(sides)):
-        COLUMNS: gl.constexpr = sides[i].shape[1]
-        rows.slice(COLUMNS * i, COLUMNS, 1).store(sides[i])
+        rows.slice(sides[0].shape[1] * i, sides[0].shape[1], 1).store(sides[i])

@@ -13,6 +13,7 @@ LONG = 16  # steps from which a warp takes several blocks per step; below, progr
 MULTIPROCESSOR_NBYTES = 228 << 10  # of shared memory, on the GPU where these plans were measured
 RESERVED_NBYTES = 1 << 10  # of shared memory per program
 MOST_STAGES = 4
+SMALL_PROGRAMS = ((8, 168), (4, 168))  # warps and registers where one program per multiprocessor fits
 COMPACT_BITS = {4, 8}  # that a compact table serves
 # pipeline stages of an exclusive program, one of them prefetched before gdc_wait: more would delay the first codes
 FEW_STAGES = 2
@@ -178,8 +179,8 @@ def small_program(bits: tuple[int, int], width: int, nbytes: int, exact: bool = 
     None where no stage fits. `exact` keeps the table's spare columns, which batch invariance needs.
     """
     compact = not exact and set(bits) <= COMPACT_BITS
-    for warps in (8, 4):
-        program = ProgramShape(warps, 255 if width == 256 else 168, 1)
+    for warps, registers in SMALL_PROGRAMS:
+        program = ProgramShape(warps, 255 if width == 256 else registers, 1)
         if stages := depth(*bits, width, 1, program, nbytes, compact):
             return program, stages, compact
     return None
