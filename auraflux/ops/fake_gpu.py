@@ -7,6 +7,8 @@ from contextvars import ContextVar
 Capability = tuple[int, int]  # NVIDIA's compute capability
 AMPERE: Capability = (8, 0)
 HOPPER: Capability = (9, 0)
+# shared memory of one program at most, in KB; from NVIDIA's table of compute capabilities
+SHARED_KB = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99, (12, 1): 99}
 
 _fake: ContextVar[Capability | None] = ContextVar("fake_gpu", default=None)
 

@@ -1,10 +1,12 @@
 """Route tables: ordered lists of kernels, of which the first that does not refuse a call runs.
 
 A table alone decides. `explain` walks it without running anything, for `auraflux ops --explain` and `docs/kernels.md`.
-`without_routes` excludes routes, so that `auraflux bench ops --routes` can measure what each is worth.
+`without_routes` excludes routes, so that `auraflux bench ops --routes` can measure what each is worth. A route whose kernel
+does not compile for the GPU is excluded from then on, with a logged reason, and the next one runs.
 """
 
 import importlib
+import logging
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,7 +16,11 @@ from typing import Any, Generic, NoReturn, TypeVar
 from auraflux.ops._dispatch import Declined, Op, is_invariant, without_call_cache
 from auraflux.ops.route_speed import RouteSpeed
 
+log = logging.getLogger("auraflux")
+
 NOT_INVARIANT = "not batch-invariant"
+# Triton's errors where ptxas refuses a kernel, or it asks for more registers or shared memory than there are
+NOT_COMPILED = ("PTXASError", "OutOfResources")
 MOST_CACHED = 4096  # calls whose routes a table caches
 
 Call = TypeVar("Call")
@@ -86,17 +92,36 @@ class Routes(Generic[Call, Result]):
         self._cached: dict[Hashable, Route[Call, Result]] = {}
         self._cached_invariant: dict[Hashable, Route[Call, Result]] = {}
         self._has_variant = any(route.invariant for route in routes)
+        self._not_compiled: dict[str, str] = {}
 
     def __call__(self, call: Call) -> Result:
         if (override := _override.get()) is not None:
             return override(self, call)
-        return (self.first(call) if self.key is None else self._lookup(self.key(call), call)).run(call)
+        key = None if self.key is None else self.key(call)
+        while True:
+            route = self.first(call) if self.key is None else self._lookup(key, call)
+            try:
+                return route.run(call)
+            except Exception as err:
+                if type(err).__name__ not in NOT_COMPILED:
+                    raise
+                self._exclude(route.name, err)
+
+    def _exclude(self, name: str, err: Exception) -> None:
+        """Take a route out of the table: its kernel does not compile."""
+        what = [line.strip() for line in str(err).splitlines() if "error" in line or "resource" in line]
+        self._not_compiled[name] = f"its kernel does not compile: {(what or [type(err).__name__])[-1]}"
+        log.warning("route %s: %s; the next route runs instead", name, self._not_compiled[name])
+        self._cached.clear()
+        self._cached_invariant.clear()
 
     def first(self, call: Call, without: frozenset[str] = NONE) -> Route[Call, Result]:
         """Return the first route that does not refuse, excluding those named in `without`."""
         invariant = self._has_variant and is_invariant()
         for route in self.routes:
-            if route.name not in without and (route.invariant or not invariant) and route.refuses(call) is None:
+            if route.name in without or route.name in self._not_compiled or (invariant and not route.invariant):
+                continue
+            if route.refuses(call) is None:
                 return route
         reasons = [reason for _, reason in self.explain(call, without).refused]
         raise Declined(next((reason for reason in reversed(reasons) if reason != NOT_INVARIANT), reasons[-1]))
@@ -118,7 +143,7 @@ class Routes(Generic[Call, Result]):
             if invariant and not route.invariant:
                 refused.append((route.name, NOT_INVARIANT))
                 continue
-            reason = "excluded" if route.name in without else route.refuses(call)
+            reason = "excluded" if route.name in without else self._not_compiled.get(route.name) or route.refuses(call)
             if reason is None:
                 then = route.then(call) if route.then is not None else []
                 return Explanation(route.name, tuple(refused), tuple(table.explain(inner, without) for table, inner in then))

@@ -150,11 +150,14 @@ def common(machine: SlotMachine) -> dict[str, Any]:
     return {"choose": choose}
 
 
-def slot_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[str, Any]:
-    """Return the kernels of `moe.cuda.slots` for one program."""
+def slot_kernels(device: Device, warps: int, programs: int, *ids: int, early: bool = True) -> dict[str, Any]:
+    """Return the kernels of `moe.cuda.slots` for one program.
+
+    early  of a GPU with TMA and programmatic dependent launch
+    """
     machine = SlotMachine(device, warps, programs, *ids)
     return {
-        kernel.__name__: machine.program(kernel, **common(machine))
+        kernel.__name__: machine.program(kernel, **common(machine), launches_early=lambda: early)
         for kernel in (matvec_few_tokens.up_slots, matvec_few_tokens.down_slots)
     }
 

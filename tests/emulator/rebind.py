@@ -12,6 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
+from auraflux.ops.gpu.blocks.dependent_launch import launches_early
+
 LANGUAGES = (gl, tl)
 FLOATS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}  # as types name themselves
 
@@ -56,6 +58,8 @@ def meaning(value: Any, language: Any) -> Any:
 
     Functions of constants are called unchanged, as the compiler does.
     """
+    if value is launches_early:
+        return lambda: True
     if any(value is each for each in LANGUAGES):
         return language
     if isinstance(value, tl.constexpr):

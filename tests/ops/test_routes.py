@@ -28,7 +28,7 @@ from auraflux.quant import QTensor
 pytest.importorskip("triton")
 from auraflux.cli.output.kernels_page import kernels_page
 from auraflux.ops.explain import BACKENDS, cases_of, explain_all_cases, explain_case, taken
-from auraflux.ops.gpu.device import not_hopper
+from auraflux.ops.gpu.device import not_wgmma
 from auraflux.ops.linear.cuda.call import Call, Norm
 from auraflux.ops.linear.cuda.limits import key
 from auraflux.ops.linear.cuda.routes import PRODUCTS
@@ -51,6 +51,31 @@ def test_the_first_that_does_not_refuse_runs():
     assert table.explain(9).taken is None
     with pytest.raises(Declined, match="9 is not below 5"):
         table(9)
+
+
+class PTXASError(Exception):
+    """As Triton's, by name."""
+
+
+@pytest.mark.parametrize("key", [None, lambda number: number])
+def test_a_route_whose_kernel_does_not_compile_is_left_out(key: Any, caplog: pytest.LogCaptureFixture):
+    def fails(number: int) -> str:
+        if number < 0:
+            raise ValueError("a mistake in the kernel's Python")
+        raise PTXASError("PTXAS error: many lines\nline 3; error   : Feature 'x' requires .target sm_90 or higher\nRepro")
+
+    never = lambda number: None  # noqa: E731
+    table = Routes(Route("new", never, fails), Route("old", never, lambda number: f"{number} by the old one"), key=key)
+    with pytest.raises(ValueError, match="a mistake"):
+        table(-1)
+    assert [table(3), table(3), table(4)] == ["3 by the old one", "3 by the old one", "4 by the old one"]
+    (refused,) = table.explain(3).refused
+    assert refused[0] == "new"
+    assert "requires .target sm_90" in refused[1]
+    assert [record.getMessage().count("the next route runs instead") for record in caplog.records] == [1]
+    last = Routes(Route("new", never, fails), key=key)
+    with pytest.raises(Declined, match="does not compile"):
+        last(3)
 
 
 def test_only_batch_invariant_routes_are_taken_inside_invariant():
@@ -159,10 +184,10 @@ def test_a_cached_route_is_the_one_of_the_table(seed: int):
 
 def test_routes_are_explained_without_a_gpu():
     device = torch.device("cpu")
-    assert not_hopper(device) is not None
+    assert not_wgmma(device) is not None
     with use_fake_gpu():
-        assert not_hopper(device) is None
-    assert not_hopper(device) is not None
+        assert not_wgmma(device) is None
+    assert not_wgmma(device) is not None
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from triton import knobs
 from triton.runtime import _async_compile, driver
 
 from auraflux.machine import usable_cores
-from auraflux.ops.gpu.launch import TRITON_VERSION, redirect_launches
+from auraflux.ops.gpu.launch import TRITON_VERSION, redirect_launches, supported_options
 
 ATEN = torch.ops.aten
 EMPTY_OPS = {ATEN.empty, ATEN.empty_like, ATEN.empty_strided, ATEN.new_empty, ATEN.new_empty_strided}
@@ -44,6 +44,7 @@ def compile_launches_ahead(report: Callable[[int, int], None]) -> Iterator[list[
     device = driver.active.get_current_device()
 
     def receive(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        named = supported_options(named)
         binder = kernel.device_caches[device][-1]
         _, specialization, options = binder(*args, **named)
         launched.append(f"{id(kernel)} {specialization} {options}")

@@ -24,9 +24,8 @@ from typing import Any, Protocol
 
 from auraflux.ops._cases import all_cases
 from auraflux.ops._dispatch import families
-from auraflux.ops.fake_gpu import Capability
+from auraflux.ops.fake_gpu import SHARED_KB, Capability
 from auraflux.ops.gpu.capture import GPUS, KernelVariant, variants_of
-from auraflux.ops.gpu.device import SHARED_KB
 from auraflux.ops.gpu_cases import CRITICAL
 
 CONVERGENCE = "WARPSYNC.COLLECTIVE"
@@ -157,11 +156,13 @@ def _resources(cubin: bytes, instructions: bool) -> tuple[int, int, int]:
 
 
 def compile_all(
-    find: Find, sources: Sequence[str], first: bool, processes: int, gpus: Sequence[Capability] = GPUS
-) -> list[Report]:
-    """Compile the variants found in some sources for some GPUs; with `first`, one variant of each kernel."""
+    find: Find, sources: Sequence[str], first: bool, processes: int, gpus: Sequence[Capability] = GPUS,
+    kernels: Sequence[str] = (),
+) -> list[Report]:  # fmt: skip
+    """Compile the variants found in some sources for some GPUs, of all or some kernels; with `first`, one of each kernel."""
     with _workers(processes) as run:
         found = chosen([each for launches in run(partial(find, gpus=gpus), sources) for each in launches])
+        found = [each for each in found if not kernels or each.variant.kernel.rpartition(":")[2] in kernels]
         variants = first_of_each(found) if first else found
         return run(partial(compile_one, instructions=not first), variants)
 
@@ -183,6 +184,7 @@ def command(module: str, about: str, sources: Sequence[str], find: Find, argumen
     parser.add_argument("source", nargs="*", help=f"one of {', '.join(sources)}; by default all")
     gpus = {f"{major}.{minor}": (major, minor) for major, minor in SHARED_KB}
     parser.add_argument("--gpu", choices=gpus, help="compute capability; by default 9.0, and 8.0 for what only that launches")
+    parser.add_argument("--kernel", action="append", default=[], help="only this kernel; may be given several times")
     parser.add_argument("--first", action="store_true", help="compile one variant of each kernel")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="by default one for each core")
     parser.add_argument("--json", action="store_true")
@@ -192,7 +194,7 @@ def command(module: str, about: str, sources: Sequence[str], find: Find, argumen
     if os.environ.get("TRITON_INTERPRET"):
         parser.error("TRITON_INTERPRET is set; unset it: interpreted kernels cannot be compiled")
     wanted = GPUS if given.gpu is None else (gpus[given.gpu],)
-    reports = compile_all(find, given.source or sources, given.first, given.processes, wanted)
+    reports = compile_all(find, given.source or sources, given.first, given.processes, wanted, given.kernel)
     if given.json:
         print(json.dumps([asdict(report) for report in reports]))
         return 0

@@ -4,6 +4,7 @@ A wrapper calls `ready` on its first tensor, allocates its results with torch an
 the first import, plain Triton kernels run on CPU tensors, one program after the other: slow, with the results of a GPU.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -11,19 +12,19 @@ import triton
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops.fake_gpu import AMPERE, HOPPER, fake_capability
+from auraflux.ops.fake_gpu import AMPERE, HOPPER, SHARED_KB, Capability, fake_capability
+from auraflux.ops.gpu.as_gpu import as_another_gpu
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST = AMPERE  # the first whose tensor cores take bfloat16
-NEEDS_HOPPER = "needs Hopper"
-SHARED_NBYTES = 227 << 10  # shared memory of one program on Hopper, at most
-MULTIPROCESSOR_NBYTES = 228 << 10  # of all programs of a multiprocessor, each with a kilobyte more than it allocates
+SIGNED_MAXIMUM: Capability = (8, 6)  # the first with max.xorsign.abs
+CLUSTERS = HOPPER  # the first with TMA, clusters and programmatic dependent launch
 INTERPRETED_MULTIPROCESSORS = 4  # few, so that wrappers launch few large programs
 # of GPUs that are not there: A100, RTX 3090, RTX 4090, H200, B200, RTX 5090
 ASSUMED_MULTIPROCESSORS = {AMPERE: 108, (8, 6): 82, (8, 9): 128, HOPPER: 132, (10, 0): 148, (12, 0): 170}
-# shared memory of one program at most, in KB; from NVIDIA's table of compute capabilities
-SHARED_KB = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99, (12, 1): 99}
+
+as_another_gpu()
 
 
 def ready(x: Tensor) -> None:
@@ -47,13 +48,62 @@ def interpreted() -> bool:
     return INTERPRETED and not fake_capability()
 
 
-def not_hopper(device: torch.device) -> str | None:
-    """Return why Gluon kernels, which are for Hopper, do not run on a device; None where they do."""
+def not_gluon(device: torch.device) -> str | None:
+    """Return why Gluon kernels of cp.async and mma.sync do not run on a device; None where they do."""
+    return _lacks(device, lambda gpu: gpu >= OLDEST, "needs an NVIDIA GPU")
+
+
+def not_signed_maximum(device: torch.device) -> str | None:
+    """Return why kernels that take maxima by max.xorsign.abs do not run on a device; None where they do."""
+    return _lacks(device, lambda gpu: gpu >= SIGNED_MAXIMUM, "needs compute capability 8.6")
+
+
+def not_tma(device: torch.device) -> str | None:
+    """Return why kernels that copy by TMA do not run on a device; None where they do."""
+    return _lacks(device, lambda gpu: gpu >= CLUSTERS, "needs TMA")
+
+
+def not_clusters(device: torch.device) -> str | None:
+    """Return why programs of a cluster do not run on a device; None where they do."""
+    return _lacks(device, lambda gpu: gpu >= CLUSTERS, "needs clusters")
+
+
+def not_wgmma(device: torch.device) -> str | None:
+    """Return why kernels that multiply by wgmma, which only Hopper has, do not run on a device; None where they do."""
+    return _lacks(device, lambda gpu: gpu[0] == HOPPER[0], "needs wgmma")
+
+
+def _lacks(device: torch.device, has: Callable[[Capability], bool], reason: str) -> str | None:
     if gpu := fake_capability():
-        return None if gpu == HOPPER else NEEDS_HOPPER
+        return None if has(gpu) else reason
     if INTERPRETED:
         return "Triton's interpreter does not run Gluon"
-    return None if device.type == "cuda" and capability(device) == HOPPER else NEEDS_HOPPER
+    return None if device.type == "cuda" and has(capability(device)) else reason
+
+
+def launches_early(device: torch.device) -> bool:
+    """Return whether a kernel may begin before the previous one ends: programmatic dependent launch."""
+    gpu = fake_capability() or (capability(device) if device.type == "cuda" else OLDEST)
+    return gpu >= CLUSTERS
+
+
+def shared_nbytes(device: torch.device) -> int:
+    """Return the shared memory of one program, at most."""
+    return _shared_nbytes(device, fake_capability())
+
+
+@cache
+def _shared_nbytes(device: torch.device, fake: Capability | None) -> int:
+    gpu = fake or (capability(device) if device.type == "cuda" else HOPPER)
+    if gpu in SHARED_KB:
+        return SHARED_KB[gpu] << 10
+    found: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin")  # noqa: B009
+    return found
+
+
+def multiprocessor_nbytes(device: torch.device) -> int:
+    """Return the shared memory of all programs of a multiprocessor, each of which takes a kilobyte more than it allocates."""
+    return shared_nbytes(device) + 1024
 
 
 def multiprocessors(device: torch.device) -> int:

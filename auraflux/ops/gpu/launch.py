@@ -5,18 +5,25 @@ prompts would wait for Python. Layers repeat each other, so a `Launcher` caches 
 specialisation but quicker to compute, and passes addresses and numbers straight to the launch function of the compiled kernel.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 from triton import knobs
+from triton.backends.nvidia import compiler as nvidia_compiler
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from auraflux.ops.gpu.device import launches_early
+
+log = logging.getLogger("auraflux")
 
 # version of Triton whose internals this module knows; with others, Triton launches
 TRITON_VERSION = "3.6."
@@ -38,6 +45,28 @@ class Launch(NamedTuple):
     retained: list[Any]
 
 
+def _print(*text: Any) -> None:
+    """Log what Triton prints while it compiles: where ptxas fails, all of the kernel's PTX."""
+    log.debug("%s", " ".join(str(each) for each in text))
+
+
+nvidia_compiler.print = _print
+
+
+def supported_options(named: dict[str, Any]) -> dict[str, Any]:
+    """Return a launch's arguments and options without programmatic dependent launch where the GPU has none."""
+    if "launch_pdl" in named and not _launches_early():
+        del named["launch_pdl"]
+    return named
+
+
+@cache
+def _launches_early() -> bool:
+    # without a GPU nothing is launched
+    gpus = [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
+    return all(launches_early(gpu) for gpu in gpus)
+
+
 class Launcher:
     """Launcher of one kernel, with a cache of calls."""
 
@@ -52,6 +81,7 @@ class Launcher:
     def __call__(self, grid: Grid, *args: Any, **named: Any) -> Any:
         active = driver.active
         device = active.get_current_device()
+        named = supported_options(named)
         try:
             key, passed, retained = self._call(args, named, device)
             known = self._launches.get(key)
@@ -166,7 +196,7 @@ def _launcher(kernel: Any) -> Callable[..., Any]:
     """Return a `Launcher`, or Triton's own launch where the kernel is interpreted or the version of Triton is unknown."""
     if triton.__version__.startswith(TRITON_VERSION) and isinstance(kernel, JITFunction):
         return Launcher(kernel)
-    return lambda grid, *args, **named: kernel.run(*args, grid=grid, warmup=False, **named)
+    return lambda grid, *args, **named: kernel.run(*args, grid=grid, warmup=False, **supported_options(named))
 
 
 _described: dict[Any, Any] = {}

@@ -37,6 +37,14 @@ def copy(PTX: gl.constexpr, to, source, there):
 
 
 @gluon.jit
+def copy_together(to, source, tid, NBYTES: gl.constexpr, THREADS: gl.constexpr):
+    """Copy a multiple of 16 bytes by cp.async with all threads of a program, unless the source is null."""
+    for first in gl.static_range(0, NBYTES, 16 * THREADS):
+        at = tid * 16 + first
+        copy(COPY16, to + at, source + at, (source != 0) & (at < NBYTES))
+
+
+@gluon.jit
 def init_barriers(at, tid, COUNT: gl.constexpr):
     """Initialise COUNT mbarriers of 8 bytes, each with one arrival: that of the thread that calls `expect`."""
     text: gl.constexpr = (

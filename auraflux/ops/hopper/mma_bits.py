@@ -16,7 +16,9 @@ Lane (g, t) has some codes of a column, of rows g and g + 8, and their x.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.gpu.blocks.dependent_launch import launches_early
 from auraflux.ops.hopper.mma import MMA
+from auraflux.ops.hopper.ptx import with_older_instructions
 
 MX_SHIFT = gl.constexpr(2.0**62)  # 2**126 less the 2**64 applied to x
 
@@ -261,7 +263,7 @@ def load_x(x, t, BITS: gl.constexpr, COLUMN: gl.constexpr, AFFINE: gl.constexpr,
     SPLIT: gl.constexpr = BITS == 3 or BITS == 5
     at = x + t * (16 if SPLIT else COLUMN // 2)
     args = [at, at + (64 if SPLIT else 16)]
-    text: gl.constexpr = x_ptx(BITS, COLUMN, AFFINE, PLACE)
+    text: gl.constexpr = with_older_instructions(x_ptx(BITS, COLUMN, AFFINE, PLACE), launches_early())
     return gl.inline_asm_elementwise(text, x_regs(COLUMN, PLACE), args, (gl.int32,) * (COLUMN // 8), is_pure=False, pack=1)
 
 

@@ -14,7 +14,9 @@ Lane (g, t) has some codes of a column, of rows g and g + 8, and their x.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.gpu.blocks.dependent_launch import launches_early
 from auraflux.ops.hopper.mma import MMA_U8_S8
+from auraflux.ops.hopper.ptx import with_older_instructions
 
 
 @gluon.constexpr_function
@@ -226,7 +228,8 @@ def rounded(x, lane, BITS: gl.constexpr, COLUMN: gl.constexpr):
     regs: gl.constexpr = "=&r," * (COLUMN // 8) + "=&f," * 4 + "r," * (COLUMN // 8) + "r,r,r,r,r"
     types: gl.constexpr = (gl.int32,) * (COLUMN // 8) + (gl.float32,) * 4
     args = x + (lane, at, at + 4, at + 16, at + 20)  # noqa: RUF005 - tuples of tensors are not unpacked in kernels
-    return gl.inline_asm_elementwise(_rounded_ptx(BITS, COLUMN), regs, args, types, is_pure=False, pack=1)
+    text: gl.constexpr = with_older_instructions(_rounded_ptx(BITS, COLUMN), launches_early())
+    return gl.inline_asm_elementwise(text, regs, args, types, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -8,6 +8,8 @@ reductions over lanes in `reduce.py`, products in `mma.py`.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.gpu.blocks.dependent_launch import launches_early
+
 # synchronise the lanes of a warp
 SYNC = gl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0,0; // $1")
 # programmatic dependent launch: wait for the previous kernel, let the next one begin, or both
@@ -24,10 +26,37 @@ FENCE = gl.constexpr("fence.proxy.async.shared::cta; mov.b32 $0,0; // $1")
 SHARED_BASE = gl.constexpr("mov.u32 $0,global_smem; // $1")
 
 
+@gluon.constexpr_function
+def _controls_launch(ptx):
+    return ptx.startswith("griddepcontrol")
+
+
+@gluon.constexpr_function
+def with_older_instructions(ptx, early):
+    """Return PTX without packed 16-bit products and comparisons, unless the GPU launches kernels early: Hopper has both."""
+    if early:
+        return ptx
+    statements = []
+    for each in ptx.split(";"):
+        before, product, operands = each.partition("mul.rn.bf16x2 ")
+        if product:
+            each = f"{before}fma.rn.bf16x2 {operands},minus"
+        for name in ("min", "max"):
+            before, found, operands = each.partition(f"{name}.u16x2 ")
+            if found:
+                each = f"{before}v{name}2.u32.u32.u32 {operands},zero"
+        statements.append(each)
+    return "{.reg .b32 minus,zero; mov.b32 minus,0x80008000; mov.b32 zero,0;" + ";".join(statements) + "}"
+
+
 @gluon.jit
 def run(PTX: gl.constexpr, lane):
-    """Execute PTX without a result, such as SYNC or WAIT_AND_LAUNCH, in every thread."""
-    gl.inline_asm_elementwise(PTX, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
+    """Execute PTX without a result, such as SYNC or WAIT_AND_LAUNCH, in every thread.
+
+    GPUs that launch kernels one after the other need no WAIT and LAUNCH, and have no instruction for them.
+    """
+    if launches_early() or not _controls_launch(PTX):
+        gl.inline_asm_elementwise(PTX, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

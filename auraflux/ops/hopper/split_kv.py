@@ -19,9 +19,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops._dispatch import is_invariant
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
 from auraflux.ops.gpu.blocks.softmax import Partials
 from auraflux.ops.gpu.launch import launch, tensor_descriptor
 from auraflux.ops.gpu.sizes import cdiv, power_of_two

@@ -14,7 +14,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from auraflux.ops.fake_gpu import HOPPER, fake_capability
+from auraflux.ops.fake_gpu import AMPERE, fake_capability
 
 EIGHT = 8  # tokens that are transposed together
 BLOCK = 16  # tokens of a tensor-core product: a page is a multiple
@@ -53,7 +53,7 @@ class Arrangement(Enum):
 def arrangement_for(device: torch.device | str, key_bits: int, value_bits: int, width: int, page: int) -> Arrangement:
     """Return the arrangement that the fastest kernel of a device reads."""
     fits = fills_words(key_bits, width) and fills_words(value_bits, width) and Arrangement.PAIRS.refusal(page, width) is None
-    return Arrangement.PAIRS if fits and _hopper(torch.device(device)) else Arrangement.ROWS
+    return Arrangement.PAIRS if fits and _has_tensor_cores(torch.device(device)) else Arrangement.ROWS
 
 
 def fills_words(bits: int, width: int) -> bool:
@@ -61,7 +61,8 @@ def fills_words(bits: int, width: int) -> bool:
     return width * bits // 4 % (32 if bits in PAIR_BITS else 96) == 0
 
 
-def _hopper(device: torch.device) -> bool:
+def _has_tensor_cores(device: torch.device) -> bool:
+    """Return whether a device runs the kernels that read pairs."""
     if gpu := fake_capability():
-        return gpu == HOPPER
-    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) == HOPPER
+        return gpu >= AMPERE
+    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= AMPERE

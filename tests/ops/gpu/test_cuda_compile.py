@@ -91,6 +91,17 @@ def test_kernels_of_models_compile_without_spills(shape: str):
     hold(run("auraflux.bench.gpu.steps", shape))
 
 
+# from instructions of Hopper to those of Ampere: copies, launches, packed numbers, shared memory
+PORTED = ("up_slots", "down_slots", "up_stream", "down_stream", "attend_pairs", "append_many")
+
+
+def test_ported_kernels_compile_for_ampere():
+    kernels = [option for name in PORTED for option in ("--kernel", name)]
+    reports = compiled("moe", "turboquant", "--first", "--gpu", "8.6", "--processes", "2", *kernels)
+    assert {report["name"].split()[0] for report in reports} == set(PORTED)
+    assert not [f"{report['name']}: {report['error']}" for report in reports if report["error"]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["8.0", "8.6", "8.9", "10.0", "12.0"])
 def test_kernels_compile_for_other_gpus(gpu: str):

@@ -21,7 +21,9 @@ TILES = 3
 WARPS = 8  # of `down_slots`
 
 
-def run(x, ids, weights, scores, bias, scale, added, experts: Experts, k: int, rule: dict, out, shared=None) -> None:
+def run(
+    x, ids, weights, scores, bias, scale, added, experts: Experts, k: int, rule: dict, out, shared=None, early: bool = True
+) -> None:
     """Run all of `up_slots`, and the programs of `down_slots` that compute ROWS."""
     rule = k, rule["E"], rule["SCORING"], rule["RENORMALIZE"], TILES, WARPS
     device, inner, hidden, slots = Device(), experts.inner, experts.hidden, k if shared is None else k + 1
@@ -35,12 +37,12 @@ def run(x, ids, weights, scores, bias, scale, added, experts: Experts, k: int, r
     programs = -(-slots * inner // 16 // TILES)
     for token in range(x.shape[0]):
         for program in range(programs):
-            kernel = slot_kernels(device, 16, programs, program, token)["up_slots"]
+            kernel = slot_kernels(device, 16, programs, program, token, early=early)["up_slots"]
             kernel(inputs, *router, gate, up, own_gate, own_up, hiddens, experts.count, inner, SlotShape(hidden, *rule))
     given = router[0], placed(device, weights), Router(*router[1:], scale), Epilogue(*(placed(device, one) for one in added))
     for row in ROWS:
         for token in range(x.shape[0]):
-            kernel = slot_kernels(device, WARPS, 1, row, token)["down_slots"]
+            kernel = slot_kernels(device, WARPS, 1, row, token, early=early)["down_slots"]
             kernel(hiddens, *given, down, own_down, results, experts.count, hidden, SlotShape(inner, *rule))
     assert results is not None
     out.copy_(device.get(results, out))
@@ -101,11 +103,12 @@ def test_experts_are_selected_by_their_scores(experts: Experts, x: torch.Tensor,
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_shared_expert_is_one_more_slot(experts: Experts, x: torch.Tensor):
+@pytest.mark.parametrize("early", [True, False], ids=["TMA", "cp.async"])
+def test_a_shared_expert_is_one_more_slot(experts: Experts, x: torch.Tensor, early: bool):
     one, scores, gate = layer(1, 256, 256, lanes=1), torch.randn(2, 5).bfloat16(), torch.randn(2).bfloat16()
     shared, residual = SharedExpert(one.gate[0], one.up[0], one.down[0]), torch.randn(2, 256).bfloat16()
     out, rule = torch.zeros(2, 256, dtype=torch.bfloat16), {"E": 32, "SCORING": "softmax", "RENORMALIZE": True}
-    run(x, None, None, scores, None, 1.0, (residual, None, gate), experts, 3, rule, out, shared)
+    run(x, None, None, scores, None, 1.0, (residual, None, gate), experts, 3, rule, out, shared, early)
     routing = Routing(3, "softmax", True)
     expected = mixture.reference(x.float(), scores, routing, experts, residual.float(), None, shared, gate.float())
     assert relative_rms(seen(out).float(), seen(expected)) <= TOL

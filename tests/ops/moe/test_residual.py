@@ -17,6 +17,7 @@ from tests.emulator.experts import block_kernels, passed, placed
 from tests.emulator.ptx import Device
 from tests.ops.moe import test_hopper as slots
 
+CPU = torch.device("cpu")
 TOL = 6e-3  # intermediate results are bf16
 SKEW = 3
 
@@ -65,11 +66,11 @@ def parts_of(
     lists = blocks.placed, blocks.owner
     for program in range(programs):
         kernels = block_kernels(device, 8, programs, program)
-        shape = StreamShape(hidden, inner, ring_sizes(hidden, blocks.octets)[1], blocks.octets, ordered[0])
+        shape = StreamShape(hidden, inner, ring_sizes(hidden, blocks.octets, CPU)[1], blocks.octets, ordered[0])
         kernels["up_stream"](inputs, *lists, gate, up, hiddens, blocks.pairs, k, blocks.most, shape)
     for program in range(programs):
         kernels = block_kernels(device, 8, programs, program)
-        shape = StreamShape(hidden, inner, ring_sizes(inner, blocks.octets)[1], blocks.octets, ordered[1], SKEW)
+        shape = StreamShape(hidden, inner, ring_sizes(inner, blocks.octets, CPU)[1], blocks.octets, ordered[1], SKEW)
         kernels["down_stream"](hiddens, *lists, down, results, blocks.pairs, blocks.most, shape)
     assert results is not None
     return device.get(results, parts)

@@ -86,7 +86,7 @@ def test_other_pages_are_refused(page: int, width: int):
         code_pages([5], 1, width, page=page, arrangement=PAIRS)
 
 
-def test_only_hopper_gets_pairs(monkeypatch: pytest.MonkeyPatch):
+def test_gpus_since_ampere_get_pairs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert arrangement_for("cpu", 8, 4, 128, 64) is ROWS
@@ -98,10 +98,12 @@ def test_only_hopper_gets_pairs(monkeypatch: pytest.MonkeyPatch):
     assert arrangement_for("cuda", 8, 4, 96, 64) is ROWS
     assert arrangement_for("cuda", 8, 4, 128, 24) is ROWS
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert arrangement_for("cuda", 8, 4, 128, 64) is PAIRS
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert arrangement_for("cuda", 8, 4, 128, 64) is ROWS
 
 
-def test_a_fake_hopper_gets_pairs():
+def test_a_fake_gpu_gets_pairs():
     with use_fake_gpu():
         assert arrangement_for("meta", 8, 4, 128, 64) is PAIRS
         assert arrangement_for("meta", 8, 4, 96, 64) is ROWS

@@ -18,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.attention.pages import KVPages
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
 from auraflux.ops.gpu.blocks.flash import NO_WINDOW
 from auraflux.ops.gpu.blocks.pages import index_of
 from auraflux.ops.gpu.blocks.softmax import LOG2E

@@ -17,10 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_wait
 
 from auraflux.ops.attention.cuda.mla_tma import LatentShape, clear, feed
 from auraflux.ops.attention.pages import LatentPages
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_wait
 from auraflux.ops.gpu.blocks.pages import index_of
 from auraflux.ops.gpu.blocks.softmax import LOG2E
 from auraflux.ops.gpu.device import multiprocessors

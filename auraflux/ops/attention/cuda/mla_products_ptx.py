@@ -9,7 +9,9 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.gpu.blocks.dependent_launch import launches_early
 from auraflux.ops.hopper.mma import MMA
+from auraflux.ops.hopper.ptx import with_older_instructions
 
 STEP_NBYTES = 288  # of the factors of 16 rows: 256, padded so that eight steps are stored without bank conflicts
 
@@ -196,6 +198,6 @@ GROUP_REGS = gl.constexpr("=&f,=&f,=&f,=&f,r" + ",r" * 8 + ",~{memory}")
 @gluon.jit
 def group_products(codes, x, BITS: gl.constexpr, PITCH: gl.constexpr):
     """Return rows g and g + 8 times a group of tokens 2t and 2t + 1."""
-    text: gl.constexpr = _group_ptx(BITS, PITCH)
+    text: gl.constexpr = with_older_instructions(_group_ptx(BITS, PITCH), launches_early())
     args = [codes, x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]]
     return gl.inline_asm_elementwise(text, GROUP_REGS, args, (gl.float32,) * 4, is_pure=False, pack=1)

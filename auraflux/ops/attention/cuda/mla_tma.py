@@ -5,7 +5,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
 
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 

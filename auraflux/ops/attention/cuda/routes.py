@@ -1,6 +1,6 @@
 """Attention kernels on CUDA: the first route below that does not refuse a call.
 
-Plain Triton serves everything. On Hopper, decode reads keys once for all heads that share them, and splits the keys among
+Plain Triton serves everything. With wgmma, decode reads keys once for all heads that share them, and splits the keys among
 programs; prefill runs tiles of queries on the tensor cores. Latent attention is the same with all heads on one key.
 
 Inside `invariant` every token is attended from separately, as in decode.
@@ -16,7 +16,7 @@ from auraflux.ops.attention.cuda import decode, flash_paged, mla_columns, mla_pr
 from auraflux.ops.attention.pages import KVPages, LatentPages
 from auraflux.ops.gpu.blocks.codes import check_order
 from auraflux.ops.gpu.blocks.flash import RecentKeys
-from auraflux.ops.gpu.device import interpreted, not_hopper
+from auraflux.ops.gpu.device import interpreted, not_gluon, not_wgmma
 from auraflux.ops.hopper.split_kv import TILE
 from auraflux.ops.linear.cuda.dequantize import dense_weight
 from auraflux.ops.routes import Route, Routes
@@ -89,7 +89,7 @@ def _not_by_tma(call: Attend) -> str | None:
         return f"{pool} pages of {page} are not multiples of {TILE}-token tiles, or too many"
     if (q.data_ptr() | pages.k.data_ptr() | pages.v.data_ptr()) % 16:
         return UNALIGNED
-    return not_hopper(q.device)
+    return not_wgmma(q.device)
 
 
 def _refuses_decode(call: Attend) -> str | None:
@@ -138,7 +138,7 @@ def _refuses_latent(call: AttendLatent) -> str | None:
     if heads % mla_rows.HEADS and tokens > 2 * len(call.pages.table) and not is_invariant():
         # with many tokens and few heads the other kernel reuses loaded latents
         return f"{tokens} new tokens with {heads} heads"
-    return not_hopper(call.q_latent.device)
+    return not_wgmma(call.q_latent.device)
 
 
 def _refuses_mla_columns(call: AttendLatent) -> str | None:
@@ -162,7 +162,7 @@ def _refuses_codes(call: HeadProducts) -> str | None:
             return f"{call.used} rows of {width} are not multiples of 16 rows and 2, 4 or 8 groups"
     elif x.data_ptr() % 16 or x.stride(1) % 8 or call.used % 64 or width not in (128, 256, 512):
         return f"{call.used} rows of {width} are not full tiles, or values are not aligned"
-    return not_hopper(x.device)
+    return not_gluon(x.device)
 
 
 def _refuses_bmm(call: HeadProducts) -> str | None:

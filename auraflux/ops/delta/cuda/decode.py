@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.hopper.ptx import CLUSTER_ARRIVE, CLUSTER_WAIT, run
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.delta.cuda import chunks, conv, decode, prefill, selective, serial
 from auraflux.ops.delta.reference import LAYER_STEPS, layer_step_by
-from auraflux.ops.gpu.device import not_hopper
+from auraflux.ops.gpu.device import not_clusters, not_wgmma
 from auraflux.ops.routes import Route, Routes
 
 WIDEST_KEY = 256
@@ -83,7 +83,7 @@ def _refuses_prefill(call: PrefillCall) -> str | None:
         return "not all in bf16, gates in float32"
     if (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % 16:
         return UNALIGNED
-    return not_hopper(call.v.device)
+    return not_wgmma(call.v.device)
 
 
 def _refuses_chunks(call: PrefillCall) -> str | None:
@@ -111,7 +111,7 @@ def _refuses_decode(call: LayerStepCall) -> str | None:
     shared = call.state.shape[1] // decode.key_heads_of(call.qkv, call.state)
     if shared not in (1, 2, 4, 8):
         return f"{shared} value heads on a key head; it is for 1, 2, 4 or 8"
-    return UNALIGNED if (call.z.data_ptr() | call.state.data_ptr()) % 16 else not_hopper(call.qkv.device)
+    return UNALIGNED if (call.z.data_ptr() | call.state.data_ptr()) % 16 else not_clusters(call.qkv.device)
 
 
 def _refuses_one_by_one(call: PrefillCall) -> str | None:

@@ -8,11 +8,11 @@ loaded them, and nothing is exchanged before the final sums. On a GPU, codes are
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.gpu.blocks.codes import bias_value, centre_of, half_value, scale_value, shift_of
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
 from auraflux.ops.gpu.blocks.grids import grid_scale, grid_values, grid_words, is_grid
-from auraflux.ops.gpu.device import INTERPRETED, multiprocessors, not_hopper
+from auraflux.ops.gpu.device import INTERPRETED, launches_early, multiprocessors
 from auraflux.ops.gpu.sizes import cdiv, power_of_two
 from auraflux.quant import QTensor, levels
 
@@ -305,4 +305,4 @@ def program_shape(rows: int, weight: QTensor, device: torch.device) -> dict[str,
     warps = min(warps, power_of_two(cdiv(width, 32 * UNIT)))
     block = max(1, min(block, power_of_two(rows // (LEAST_PROGRAMS * multiprocessors(device)) or 1)))
     even = width % (32 * warps * UNIT) == 0
-    return {"EVEN": even, "UNITS": 32 * warps, "ROWS": block, "HOPPER": not_hopper(device) is None, "num_warps": warps}
+    return {"EVEN": even, "UNITS": 32 * warps, "ROWS": block, "HOPPER": launches_early(device), "num_warps": warps}

@@ -7,8 +7,8 @@ offsets, and one address covers the loads of all.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
 from auraflux.ops.gpu.blocks.dot_codes import added, columns
 from auraflux.ops.gpu.blocks.integer_products import centre_of_bytes, integer_inputs, integer_sums, integer_totals, level_tables
 

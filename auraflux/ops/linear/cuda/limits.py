@@ -12,7 +12,7 @@ from torch import Tensor
 
 from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.fake_gpu import fake_capability
-from auraflux.ops.gpu.device import multiprocessors, not_hopper
+from auraflux.ops.gpu.device import not_clusters, not_gluon, not_signed_maximum, not_tma, not_wgmma
 from auraflux.ops.gpu.sizes import cached_per_weight
 from auraflux.ops.linear.cuda.call import DENSE_ROWS, Call
 from auraflux.ops.linear.cuda.dequantize import refuses_bf16
@@ -110,7 +110,7 @@ def _int4(call: Call, weight: QTensor) -> str | None:
         return f"{weight.bits} bits in groups of {weight.group}; the kernel takes 4 bits in groups of 64, scales in bf16"
     if call.x.dtype is not BF16:
         return "activations are not bf16"
-    return not_hopper(call.x.device) or (None if _aligned(call.x, weight.packed, weight.scales) else UNALIGNED)
+    return not_gluon(call.x.device) or (None if _aligned(call.x, weight.packed, weight.scales) else UNALIGNED)
 
 
 def _tiles_16x256(call: Call, weight: QTensor) -> str | None:
@@ -130,11 +130,11 @@ def _row_blocks(call: Call, weight: QTensor) -> str | None:
     if rows == 0 or rows % 16 or width * weight.bits % 128:
         return f"{rows} x {width} is no multiple of 16 rows by 16 bytes"
     aligned = _aligned(call.x, weight.packed, weight.scales, weight.biases)
-    return not_hopper(call.x.device) or (None if aligned else UNALIGNED)
+    return not_gluon(call.x.device) or (None if aligned else UNALIGNED)
 
 
 def _skinny_tile(call: Call, weight: QTensor) -> str | None:
-    tile = gemm_int4_skinny.choose_tile(call.tokens, *weight.shape)
+    tile = gemm_int4_skinny.choose_tile(call.x, weight)
     return None if tile else f"{tuple(weight.shape)} is no multiple of the 64 x 256 tile"
 
 
@@ -159,8 +159,9 @@ def _cublas_is_as_fast(call: Call) -> bool:
     return isinstance(weight, Tensor) and call.x.dtype == weight.dtype and weight.shape[0] > DENSE_ROWS
 
 
-def _on_hopper(call: Call) -> str | None:
-    return not_hopper(call.x.device)
+def _needs(lacks: Callable[[torch.device], str | None]) -> Condition:
+    """Return a row that holds where the GPU does not lack what a kernel needs."""
+    return lambda call: lacks(call.x.device)
 
 
 def _tokens(least: int, most: int) -> Condition:
@@ -197,9 +198,11 @@ MATVEC_INT4_TMA = all_of(
     PRODUCTS_ONLY,
     ONE_WEIGHT,
     MATVEC_INT4,
-    lambda call: matvec_int4_tma.refuses(call.quantized[0], multiprocessors(call.x.device)),
+    _needs(not_tma),
+    lambda call: matvec_int4_tma.refuses(call.x, call.quantized[0]),
 )
-MATVEC_INT4_INVARIANT = all_of(INVARIANT, INT4_TILES, ONE_TOKEN)
+# a prompt's tokens are multiplied by wgmma, in the same order of sums
+MATVEC_INT4_INVARIANT = all_of(INVARIANT, _needs(not_wgmma), INT4_TILES, ONE_TOKEN)
 MATVEC_BITS = all_of(
     ONE_TOKEN_CODES,
     _at_most_weights(matvec_bits.MOST_WEIGHTS),
@@ -212,7 +215,7 @@ MATVEC_INTEGER = all_of(
     ONE_TOKEN_CODES,
     _at_most_weights(matvec_integer.MOST_WEIGHTS),
     lambda call: matvec_integer.refuses(call.x, call.quantized[0]),
-    _on_hopper,
+    _needs(not_signed_maximum),
     X_ALIGNED,  # x is loaded in words
 )
 MATVEC_THREE = all_of(
@@ -251,7 +254,7 @@ MATVEC_DENSE = all_of(
 )
 
 # kernels for several tokens
-GEMM_INT4_INVARIANT = all_of(INVARIANT, INT4_TILES)
+GEMM_INT4_INVARIANT = all_of(INVARIANT, _needs(not_wgmma), INT4_TILES)
 GEMM_CLUSTER_DENSE = all_of(
     require(
         lambda call: call.needs_normed and call.norm is not None and call.norm.delta is not None,
@@ -263,7 +266,7 @@ GEMM_CLUSTER_DENSE = all_of(
     require(lambda call: call.width in gemm_cluster_dense.WIDTHS, f"the width is not one of {gemm_cluster_dense.WIDTHS}"),
     require(lambda call: call.norm is not None and call.norm.weight.dtype is torch.float32, "the norm's weight is not float32"),
     require(lambda call: all(t.dtype is BF16 for t in (call.x, *call.dense)), "not all tensors are bf16"),
-    _on_hopper,
+    _needs(not_clusters),
     require(lambda call: _aligned(call.x, *call.dense), UNALIGNED),
 )
 GEMM_CLUSTER = all_of(
@@ -279,6 +282,7 @@ GEMM_CLUSTER = all_of(
     each_weight(
         _int4, lambda call, weight: None if weight.shape[0] and _aligned(weight.biases) else "a weight is empty or unaligned"
     ),
+    _needs(not_wgmma),
     NORM_FITS,
     lambda call: gemm_cluster.refuses(call.x, call.quantized),
 )
@@ -306,7 +310,7 @@ GEMM_WGMMA = all_of(
     ),
     each_weight(_affine_bf16),
     require(lambda call: not _few_tokens_fit_skinny(call), lambda call: f"{call.tokens} tokens: skinny GEMMs are faster"),
-    _on_hopper,
+    _needs(not_wgmma),
     NORM_FITS,
 )
 GEMM_INVARIANT = INVARIANT
@@ -314,16 +318,17 @@ GEMM_INT4_SKINNY = all_of(
     PRODUCTS_ONLY,
     NO_BIAS,
     require(lambda call: len(call.quantized) == 1, "the kernel takes one quantized weight"),
-    _tokens(2, gemm_int4_skinny.MOST_TOKENS),
+    require(
+        lambda call: 2 <= call.tokens <= gemm_int4_skinny.most_tokens(call.x.device),
+        lambda call: f"{call.tokens} tokens; the kernel takes 2 to {gemm_int4_skinny.most_tokens(call.x.device)}",
+    ),
     each_weight(_int4, _skinny_tile),
 )
 GEMM_BITS_SKINNY = all_of(
     _tokens(2, gemm_bits_skinny.MOST_TOKENS),
     require(lambda call: call.quantized and call.width, "the kernel takes one quantized weight"),
     lambda call: _row_blocks(call, call.quantized[0]),
-    require(
-        lambda call: gemm_bits_skinny.choose_tile(call.tokens, call.quantized[0]), "its block does not fit into shared memory"
-    ),
+    require(lambda call: gemm_bits_skinny.choose_tile(call.x, call.quantized[0]), "its block does not fit into shared memory"),
 )
 
 # compositions of other routes

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from auraflux.ops import route_speed as speed
+from auraflux.ops.gpu.device import not_wgmma
 from auraflux.ops.moe.cuda.call import ExpertCall, MixtureCall, RouteCall
 from auraflux.ops.moe.cuda.gemm import grouped as gemm_grouped
 from auraflux.ops.moe.cuda.gemm import grouped_wgmma_launch as gemm_grouped_wgmma_launch
@@ -41,7 +42,7 @@ def _refuses_wgmma(call: ExpertCall) -> str | None:
     least = min(made.TILED_PAIRS, max(made.SOME_PAIRS, made.SOME_EACH * count))
     if call.pairs < least:
         return f"{call.pairs} pairs of {count} experts; it is for {least} and more"
-    return not_int4(call.x, call.experts)
+    return not_wgmma(call.x.device) or not_int4(call.x, call.experts)
 
 
 def _never(call: ExpertCall) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import is_invariant
-from auraflux.ops.gpu.device import not_hopper
+from auraflux.ops.gpu.device import not_gluon
 from auraflux.ops.gpu.sizes import cached_per_weight
 from auraflux.ops.moe.cuda.call import ExpertCall, MixtureCall, RouteCall
 from auraflux.ops.moe.cuda.gemm import persistent as gemm_persistent
@@ -59,7 +59,7 @@ def not_int4(x: Tensor, experts: Experts) -> str | None:
         return "activations are not bf16"
     if not (experts.activation is experts.gate_bias is experts.up_bias is experts.down_bias is None):
         return "experts have biases or an activation other than silu"
-    if reason := not_hopper(x.device) or (UNALIGNED if x.data_ptr() % 16 else None):
+    if reason := not_gluon(x.device) or (UNALIGNED if x.data_ptr() % 16 else None):
         return reason
     return not_copied(gate_of(experts)) or not_copied(experts.up) or not_copied(experts.down)
 
@@ -70,7 +70,9 @@ def not_in_slots(call: ExpertCall | MixtureCall) -> str | None:
         return (
             f"{call.k} hidden vectors of {call.experts.inner}; it is for {64 * few_tokens_launch.MOST_GROUPS} elements in all"
         )
-    return not_int4(call.x, call.experts)
+    if reason := not_int4(call.x, call.experts):
+        return reason
+    return None if few_tokens_launch.fits(call.experts.hidden, call.experts.inner, call.k, call.x.device) else NO_ROOM
 
 
 def not_persistent(call: ExpertCall | MixtureCall) -> str | None:
@@ -85,7 +87,8 @@ def not_persistent(call: ExpertCall | MixtureCall) -> str | None:
         )
     if reason := not_int4(call.x, experts):
         return reason
-    return None if gemm_persistent.ring_sizes(experts.inner)[0] and gemm_persistent.ring_sizes(experts.hidden)[0] else NO_ROOM
+    fits = all(gemm_persistent.ring_sizes(width, 1, call.x.device)[0] for width in (experts.inner, experts.hidden))
+    return None if fits else NO_ROOM
 
 
 def not_added(call: MixtureCall) -> str | None:
@@ -139,6 +142,8 @@ def not_in_slot(call: MixtureCall) -> str | None:
     """Return why the shared expert cannot take a slot of the `slots` kernels."""
     if call.k >= few_tokens_launch.MOST_SLOTS or (call.k + 1) * (call.experts.inner // 64) > few_tokens_launch.MOST_GROUPS:
         return f"{call.k} experts leave no slot for it"
+    if not few_tokens_launch.fits(call.experts.hidden, inner := call.experts.inner, call.k + 1, call.x.device):
+        return f"its slot of {inner} does not fit into shared memory"
     return not_extra_expert(call)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import is_invariant
-from auraflux.ops.gpu.device import multiprocessors
+from auraflux.ops.gpu.device import not_tma
 from auraflux.ops.linear.cuda.call import Call as Product
 from auraflux.ops.linear.cuda.routes import PRODUCTS
 from auraflux.ops.moe import reference
@@ -58,7 +58,9 @@ def _refuses_mix_tma(call: MixtureCall) -> str | None:
         return f"{call.k} of {experts.count} experts; it is for up to {made.MOST_SLOTS - 1} of {few_tokens_launch.MOST_CHOICES}"
     if rule.groups != 1 and experts.count != made.GROUP * rule.groups:
         return f"{experts.count} experts in {rule.groups} groups; it is for groups of {made.GROUP}"
-    sizes = hidden, inner, slots, multiprocessors(call.x.device)
+    if reason := not_tma(call.x.device):
+        return reason
+    sizes = hidden, inner, slots, call.x.device
     (_, _, up_deep), (_, tiles, down_deep) = made.up_sizes(*sizes), made.down_sizes(*sizes)
     if up_deep < 2 or down_deep < 2 or tiles * 8 > 32 * made.DOWN_WARPS:
         return NO_ROOM
@@ -131,7 +133,9 @@ def _mix_persistent(call: MixtureCall) -> Tensor:
     ordered = few_tokens_launch.order_of(call.experts, call.k) if is_invariant() and not not_ordered(call) else None
     weights = None if ordered is None else call.scores.new_empty(call.tokens, call.k, dtype=torch.float32)
     for some in token_slices(call):
-        octets = 1 if ordered is not None else gemm_persistent.octets_for(len(parts[some]) * call.k, call.experts)
+        octets = (
+            1 if ordered is not None else gemm_persistent.octets_for(len(parts[some]) * call.k, call.experts, call.x.device)
+        )
         here = None if weights is None else weights[some]
         ids, blocks = routing_assign.assign_chosen(call.scores[some], call.routing, call.bias, octets, here)
         _fetch(call, ids, blocks.owner[: blocks.most])

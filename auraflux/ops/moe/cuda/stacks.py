@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.gpu.blocks.codes import Codes, constants, operands
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
 from auraflux.ops.gpu.blocks.elementwise import gelu, sigmoid, silu
 from auraflux.ops.gpu.device import FLOATS
 from auraflux.ops.gpu.launch import launch

@@ -15,7 +15,7 @@ from torch import Tensor
 from auraflux.ops._dispatch import is_exact, is_invariant
 from auraflux.ops.attention.cuda import attention, split_latent
 from auraflux.ops.attention.cuda.mla_rope_append import MOST_FUSED
-from auraflux.ops.gpu.device import interpreted, not_hopper
+from auraflux.ops.gpu.device import interpreted, not_gluon, not_wgmma
 from auraflux.ops.norm.cuda import rms_norm
 from auraflux.ops.rope.cuda import norm_rope, rope
 from auraflux.ops.routes import Route, Routes
@@ -84,7 +84,9 @@ def _refuses_attend(call: Attend) -> str | None:
     ):
         positions = pages.full_precision.sink_tokens + pages.full_precision.recent_window
         return f"{positions} tokens are in full precision; the route serves up to {decode_launch.MOST_FULL_PRECISION}"
-    return not_hopper(call.q.device)
+    if reason := not_gluon(call.q.device):
+        return reason
+    return None if decode_launch.fits(pages) else "its table of levels and a stage of codes do not fit into shared memory"
 
 
 def _refuses_dequantized(call: Attend) -> str | None:
@@ -119,7 +121,7 @@ def _refuses_latent(call: AttendLatent) -> str | None:
         return "queries are not in 16 bits, or RoPE queries or keys are not in bf16"
     if page % mla_head_columns.TILE:
         return f"pages of {page} tokens are no multiple of the tile of {mla_head_columns.TILE}"
-    return not_hopper(call.q.device) or (UNALIGNED if _unaligned(call.q, call.q_rope, pages.codes, keys) else None)
+    return not_wgmma(call.q.device) or (UNALIGNED if _unaligned(call.q, call.q_rope, pages.codes, keys) else None)
 
 
 def _refuses_columns(call: AttendLatent) -> str | None:
@@ -153,7 +155,7 @@ def _refuses_encode_prefill(call: Append) -> str | None:
     if not 0 < sequences <= min(encode_prefill.MOST_SEQUENCES, tokens // encode_prefill.TILE):
         most = f"up to {encode_prefill.MOST_SEQUENCES} with at least {encode_prefill.TILE} tokens each"
         return f"{sequences} sequences with {tokens} tokens; the route serves {most}"
-    if reason := not_hopper(call.k.device):
+    if reason := not_gluon(call.k.device):
         return reason
     return UNALIGNED if _unaligned(call.k, call.v, pages.key_codes, pages.value_codes) else None
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.gpu.device import SHARED_NBYTES
+from auraflux.ops.gpu.device import shared_nbytes
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv
 from auraflux.ops.hopper.copy import COMMIT, COPY16, copy, wait_ptx
@@ -179,12 +179,12 @@ def matmul_codes(
     memory._keep_alive()
 
 
-def choose_tile(tokens: int, weight: QTensor) -> tuple[int, int, int | None] | None:
+def choose_tile(x: Tensor, weight: QTensor) -> tuple[int, int, int | None] | None:
     """Choose parts of eight columns, blocks of 16 rows per program, a cap on registers.
 
     None where shared memory is too small.
     """
-    rows = weight.shape[0]
+    tokens, rows, most = x.shape[0], weight.shape[0], shared_nbytes(x.device)
     parts = 4 if weight.bits == 8 and weight.group < 128 else 2
     if weight.group == 32:
         parts //= 2
@@ -192,7 +192,7 @@ def choose_tile(tokens: int, weight: QTensor) -> tuple[int, int, int | None] | N
     if rows < 8192:
         wanted //= 2
     for block in (4, 2, 1):
-        if block <= wanted and rows % (16 * block) == 0 and _shared_nbytes(tokens, weight, parts, block) <= SHARED_NBYTES:
+        if block <= wanted and rows % (16 * block) == 0 and _shared_nbytes(tokens, weight, parts, block) <= most:
             return parts, block, 128 if block == 2 and tokens <= 8 else None
     return None
 
@@ -210,7 +210,7 @@ def _shared_nbytes(tokens: int, weight: QTensor, parts: int, block: int) -> int:
 def multiply(x: Tensor, weight: QTensor, out: Tensor) -> None:
     """Multiply up to MOST_TOKENS tokens by a weight, into bf16 [T, N]."""
     tokens, (rows, width) = x.shape[0], weight.shape
-    plan = choose_tile(tokens, weight)
+    plan = choose_tile(x, weight)
     assert plan is not None
     parts, block, cap = plan
     sizes = tokens, rows, width, weight.bits, weight.group, parts, block, 1 if tokens <= 8 else 2, WARPS, 1

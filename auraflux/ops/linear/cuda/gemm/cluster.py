@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.gpu.device import SHARED_NBYTES, multiprocessors
+from auraflux.ops.gpu.device import multiprocessors, shared_nbytes
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.copy import COMMIT, COPY8, COPY16, copy, wait_ptx
@@ -176,7 +176,7 @@ def matmul_batch(
 
 
 @cache
-def _programs(tokens: int, rows: tuple[int, ...], width: int, processors: int) -> int | None:
+def _programs(tokens: int, rows: tuple[int, ...], width: int, processors: int, most_nbytes: int) -> int | None:
     """Return how many programs split K; None where K does not split evenly, or where other kernels are as fast."""
     programs = min(MOST_PROGRAMS, width // CHUNK)
     if not programs or width // programs not in (CHUNK, 2 * CHUNK) or width % programs or programs & (programs - 1):
@@ -184,7 +184,7 @@ def _programs(tokens: int, rows: tuple[int, ...], width: int, processors: int) -
     sizes = sizes_of(width, WARPS, _tiles(tokens), WARPS, 1, programs, False, tokens > EARLY)
     each = next(count for most, count in PROGRAMS_EACH if tokens <= most)
     many = sum(cdiv(count, 16 * WARPS) for count in rows) * programs > each * processors
-    return None if many or sizes.nbytes + 2048 > SHARED_NBYTES else programs
+    return None if many or sizes.nbytes + 2048 > most_nbytes else programs
 
 
 def refuses(x: Tensor, weights: Sequence[QTensor]) -> str | None:
@@ -193,7 +193,8 @@ def refuses(x: Tensor, weights: Sequence[QTensor]) -> str | None:
 
 
 def _programs_of(x: Tensor, weights: Sequence[QTensor]) -> int | None:
-    return _programs(x.shape[0], tuple(weight.shape[0] for weight in weights), x.shape[1], multiprocessors(x.device))
+    rows, device = tuple(weight.shape[0] for weight in weights), x.device
+    return _programs(x.shape[0], rows, x.shape[1], multiprocessors(device), shared_nbytes(device))
 
 
 def _tiles(tokens: int) -> int:

@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
 from auraflux.ops.linear.cuda.gemm.wgmma import BACK, held, prefetch_scales, scaled_lines, weights_of, words_of
 from auraflux.ops.linear.cuda.matvec.int4 import gated_sum
 from auraflux.ops.linear.cuda.row_copies import select_weight

@@ -4,12 +4,16 @@ y[m, n] = Σ_k x[m, k] (code[n, k] scale[n, k/64] + bias[n, k/64]); codes eight 
 `matvec/int4.py` for one token, each warp has its own ring, here of codes and tokens.
 """
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.gpu.device import SHARED_NBYTES
+from auraflux.ops.gpu.device import not_wgmma, shared_nbytes
 from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv
 from auraflux.ops.hopper.copy import COMMIT, COPY8, COPY16, copy, wait_ptx
 from auraflux.ops.hopper.mma_int4 import X_SHARED, codes_at, copy_halves, group_sums, load_x, sum_x
 from auraflux.ops.hopper.ptx import SYNC, WAIT_AND_LAUNCH, bf16_at, run, shared
@@ -17,7 +21,8 @@ from auraflux.ops.hopper.shared_memory import long_at, put, word_at
 from auraflux.ops.linear.cuda.matvec.int4 import operands
 from auraflux.quant import QTensor
 
-MOST_TOKENS = 16
+MOST_TOKENS = 16  # of a launch
+MOST_SLICED = 48  # beyond, dequantizing the weight for cuBLAS is as fast
 WARPS = 8
 
 
@@ -109,29 +114,57 @@ def matmul16(x, w, s, b, y, M, N, K: gl.constexpr, R: gl.constexpr, TILES: gl.co
     memory._keep_alive()
 
 
-def choose_tile(tokens: int, rows: int, width: int) -> tuple[int, int, int | None] | None:
-    """Choose blocks of 16 rows per program, slots of a ring, a cap on registers; None where the shape is not supported."""
+class Tile(NamedTuple):
+    """Blocks of 16 rows of a program, slots of a warp's ring, warps, and a cap on registers."""
+
+    blocks: int
+    slots: int
+    warps: int = WARPS
+    registers: int | None = None
+
+    def nbytes(self, tiles: int, width: int) -> int:
+        """Return the shared memory for tiles of eight tokens."""
+        scales = 256 * self.blocks * cdiv(width // 256, self.warps)
+        return self.warps * (self.slots * (2048 * self.blocks + 4096 * tiles) + scales) + 2048
+
+
+# where Tile(block, deep) does not fit
+SMALL_TILES = (Tile(4, 1, 4), Tile(2, 1, 4), Tile(1, 1, 4))
+
+
+def choose_tile(x: Tensor, weight: QTensor) -> Tile | None:
+    """Choose a tile for up to MOST_TOKENS tokens; None where the shape is not supported."""
+    tokens, (rows, width), most = min(x.shape[0], MOST_TOKENS), weight.shape, shared_nbytes(x.device)
     if rows % 64 or width % 256:
         return None
-    if rows >= 8192 and tokens <= 8 and width <= 8192:
-        # 128 registers fit two programs on each multiprocessor
-        return 2, 1, 128
+    tiles = 1 if tokens <= 8 else 2
+    # 128 registers fit two programs on each multiprocessor
+    if rows >= 8192 and tokens <= 8 and width <= 8192 and (tile := Tile(2, 1, registers=128)).nbytes(1, width) <= most:
+        return tile
     block = 4 if rows >= 8192 else 2 if rows >= 4096 else 1
     deep = 2 if width > 2048 and rows < 8192 else 1
-    tiles, mine = 1 if tokens <= 8 else 2, -(-width // 256 // WARPS)
-    while WARPS * (deep * (2048 * block + 4096 * tiles) + 256 * block * mine) + 2048 > SHARED_NBYTES:
+    if not_wgmma(x.device) and tiles == 2 and block > 1 and Tile(block, deep).nbytes(tiles, width) > most:
+        # programs with fewer rows would load the tokens more often; with fewer warps the rows fit
+        return next((tile for tile in SMALL_TILES if tile.blocks <= block and tile.nbytes(tiles, width) <= most), None)
+    while Tile(block, deep).nbytes(tiles, width) > most:
         if (block, deep) == (1, 1):
             return None
         block, deep = (block, 1) if deep == 2 else (block // 2, 1)
-    return block, deep, None
+    return Tile(block, deep)
+
+
+def most_tokens(device: torch.device) -> int:
+    """Return the tokens up to which this is the fastest kernel: without wgmma, several slices of MOST_TOKENS."""
+    return MOST_TOKENS if not_wgmma(device) is None else MOST_SLICED
 
 
 def multiply(x: Tensor, weight: QTensor, out: Tensor) -> None:
-    """Multiply up to MOST_TOKENS tokens by a weight, into bf16 [T, N]."""
-    tokens, (rows, width) = x.shape[0], weight.shape
-    plan = choose_tile(tokens, rows, width)
-    assert plan is not None
-    block, deep, cap = plan
-    sizes = tokens, rows, width, block, 1 if tokens <= 8 else 2, WARPS, deep
-    grid = (rows // (16 * block),)
-    launch(matmul16, grid)(x, *operands(weight), out, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)
+    """Multiply tokens by a weight, MOST_TOKENS at a time, into bf16 [T, N]."""
+    rows, width = weight.shape
+    for first in range(0, len(x), MOST_TOKENS):
+        some, into = x[first : first + MOST_TOKENS], out[first : first + MOST_TOKENS]
+        tile = choose_tile(some, weight)
+        assert tile is not None
+        sizes = len(some), rows, width, tile.blocks, 1 if len(some) <= 8 else 2, tile.warps, tile.slots
+        grid, options = (rows // (16 * tile.blocks),), {"num_warps": tile.warps, "maxnreg": tile.registers}
+        launch(matmul16, grid)(some, *operands(weight), into, *sizes, **options, launch_pdl=True)

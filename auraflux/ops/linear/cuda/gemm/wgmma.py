@@ -22,7 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
 
 UP, DOWN, BACK = gl.constexpr(2.0**69), gl.constexpr(2.0**-64), gl.constexpr(2.0**64)
 BF, F32, I32 = gl.bfloat16, gl.float32, gl.int32

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
 from auraflux.ops.gpu.blocks.elementwise import silu
 from auraflux.ops.gpu.device import multiprocessors
 from auraflux.ops.gpu.launch import launch, tensor_descriptor

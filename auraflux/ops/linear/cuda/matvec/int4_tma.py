@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.gpu.device import SHARED_NBYTES
+from auraflux.ops.gpu.device import multiprocessors, shared_nbytes
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv
 from auraflux.ops.hopper.copy import await_stage, count_read, expect, init_barriers, tma_copy
@@ -92,15 +92,15 @@ def matvec_ring(
     memory._keep_alive()
 
 
-def refuses(weight: QTensor, processors: int) -> str | None:
+def refuses(x: Tensor, weight: QTensor) -> str | None:
     """Return why `int4.py` is faster or this kernel does not run; None for weights so wide that few of its programs fit."""
     rows, width = weight.shape
-    count = cdiv(rows // 8, processors)
+    count = cdiv(rows // 8, multiprocessors(x.device))
     if width < LEAST_WIDTH or width % UNIT:
         return f"width {width} is below {LEAST_WIDTH} or no multiple of {UNIT}"
     if rows % 8 or count < LEAST_STAGES:
         return f"{rows} rows are fewer than {LEAST_STAGES} stages of 8 per multiprocessor"
-    if DEEP * width // 2 * 9 + count * WARPS * 32 + 2048 > SHARED_NBYTES:
+    if DEEP * width // 2 * 9 + count * WARPS * 32 + 2048 > shared_nbytes(x.device):
         return "its stages do not fit into shared memory"
     return None if weight.biases is not None and not weight.biases.data_ptr() % 16 else "the biases are not aligned"
 

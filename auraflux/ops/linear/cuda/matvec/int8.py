@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.gpu.device import SHARED_NBYTES, multiprocessors
+from auraflux.ops.gpu.device import multiprocessors, shared_nbytes
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv
 from auraflux.ops.hopper.copy import COMMIT
@@ -130,7 +130,7 @@ def matvec_bytes(
 
 @cache
 def _shape(
-    bits: int, group: int, width: int, rows: tuple[int, ...], processors: int
+    bits: int, group: int, width: int, rows: tuple[int, ...], processors: int, most_nbytes: int
 ) -> tuple[int, int, int, int, int, bool, int, int | None] | None:
     """Choose R, PARTS, W, D, INTERLEAVE, LATE and ROOM of the kernel, and a cap on its registers.
 
@@ -142,15 +142,15 @@ def _shape(
     wasteful = runs < LEAST_RUNS or WARPS * cdiv(runs, WARPS) > 1.2 * runs
     if wasteful or sum(rows) < LEAST_ROWS or any(count % (16 * block) for count in rows):
         return None
-    while _shared_nbytes(width, bits, group, block, parts, deep) > SHARED_NBYTES:
+    while _shared_nbytes(width, bits, group, block, parts, deep) > most_nbytes:
         block //= 2
         if block < 2:
             return None
     # a multiprocessor fits as many programs as the launch has for it; with 2 bits one more, which prefetches its weights
     each = cdiv(sum(rows) // (16 * block), processors)
-    pair = bits == 2 and block == 4 and 2 * _shared_nbytes(width, bits, group, block, parts, deep) <= SHARED_NBYTES
+    pair = bits == 2 and block == 4 and 2 * _shared_nbytes(width, bits, group, block, parts, deep) <= most_nbytes
     late = pair and each == 1
-    room = SHARED_NBYTES // (each + late + 1) if each <= 2 else 0
+    room = most_nbytes // (each + late + 1) if each <= 2 else 0
     # two programs of eight warps fit with 128 registers per thread
     return block, parts, WARPS, deep, interleave, late, room, 128 if pair else None
 
@@ -164,7 +164,8 @@ def _shape_of(x: Tensor, weights: Sequence[QTensor]) -> tuple[int, int, int, int
     first, rows = weights[0], tuple(weight.shape[0] for weight in weights)
     if first.biases is None:
         return None
-    return _shape(first.bits, first.group, first.shape[1], rows, multiprocessors(x.device))
+    sizes = first.bits, first.group, first.shape[1], rows
+    return _shape(*sizes, multiprocessors(x.device), shared_nbytes(x.device))
 
 
 def refuses(x: Tensor, weights: Sequence[QTensor]) -> str | None:

@@ -12,11 +12,12 @@ deadlock.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.gpu.device import multiprocessors
+from auraflux.ops.gpu.device import multiprocessor_nbytes, multiprocessors
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.hopper.copy import COMMIT, wait_ptx
 from auraflux.ops.hopper.ptx import LAUNCH, SYNC, WAIT, WAIT_AND_LAUNCH, from_lane, run, shared
@@ -39,8 +40,6 @@ from auraflux.ops.moe.experts import Experts
 FEW_PAIRS, MOST_PAIRS, MOST_EACH = 1024, 2048, 14  # pairs: always, at most, and per expert on average between them
 CROWDED = 6  # pairs per expert on average, above which blocks have two octets
 DEEPEST = 4  # quads of a warp in flight
-TWICE_NBYTES = 113 << 10  # of shared memory, for two programs on a multiprocessor
-ONCE_NBYTES = 226 << 10
 REGISTERS = 128  # per thread, for the same
 SKEW = 2  # sixteenths
 
@@ -288,9 +287,12 @@ def down_stream(
     memory._keep_alive()
 
 
-def ring_sizes(width: int, octets: int = 1) -> tuple[int, int]:
+def ring_sizes(width: int, octets: int, device: torch.device) -> tuple[int, int]:
     """Return programs per multiprocessor, and quads in flight, a divisor of those in a row; (0, 0) if nothing fits."""
-    for programs, nbytes in ((2, TWICE_NBYTES), (1, ONCE_NBYTES)):
+    each = multiprocessor_nbytes(device)
+    for programs in (2, 1):
+        # each program takes a kilobyte more than it allocates
+        nbytes = each // programs - 1024
         for depth in range(DEEPEST, 0, -1):
             room = 17 * width * octets + W.value * depth * TILE.value + 2048 <= nbytes
             if room and width // 256 % depth == 0:
@@ -303,10 +305,10 @@ def most_pairs(experts: int) -> int:
     return min(MOST_PAIRS, max(FEW_PAIRS, MOST_EACH * experts))
 
 
-def octets_for(pairs: int, experts: Experts) -> int:
+def octets_for(pairs: int, experts: Experts, device: torch.device) -> int:
     """Return the octets of a block: two where most experts have more pairs than one would hold."""
     crowded = pairs > CROWDED * experts.count
-    return 2 if crowded and ring_sizes(experts.hidden, 2)[0] and ring_sizes(experts.inner, 2)[0] else 1
+    return 2 if crowded and all(ring_sizes(width, 2, device)[0] for width in (experts.hidden, experts.inner)) else 1
 
 
 def multiply(x: Tensor, k: int, blocks: Blocks, experts: Experts, parts: Tensor, ordered: tuple[int, int] = (0, 0)) -> None:
@@ -317,7 +319,7 @@ def multiply(x: Tensor, k: int, blocks: Blocks, experts: Experts, parts: Tensor,
     placed, owner, octets = blocks
     pairs, inner, hidden, most = x.shape[0] * k, experts.inner, experts.hidden, len(placed) // (8 * octets)
     between, processors = x.new_empty(pairs, inner), multiprocessors(x.device)
-    (programs, depth), (down_programs, down_depth) = ring_sizes(hidden, octets), ring_sizes(inner, octets)
+    (programs, depth), (down_programs, down_depth) = ring_sizes(hidden, octets, x.device), ring_sizes(inner, octets, x.device)
     launch(up_stream, (programs * processors,))(
         x, placed, owner, stack_args(gate_of(experts)), stack_args(experts.up), between, pairs, k, most,
         StreamShape(hidden, inner, depth, octets, ordered[0]),
@@ -332,7 +334,7 @@ def multiply(x: Tensor, k: int, blocks: Blocks, experts: Experts, parts: Tensor,
 
 def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
     """Run `expert_parts` for hundreds of pairs."""
-    blocks = assign_given(ids, experts.count, octets_for(ids.numel(), experts))
+    blocks = assign_given(ids, experts.count, octets_for(ids.numel(), experts, x.device))
     owner = blocks.owner[: blocks.most]
     rows_of(owner, experts, out=owner)
     multiply(x, ids.shape[1], blocks, experts, parts)

@@ -1,9 +1,9 @@
 """4-bit experts for few tokens on Hopper; the warp-level products are in `hopper.mma_int4_groups`.
 
 A tile of `up_slots` is 16 elements of one pair's hidden vector: 16 rows of gate and 16 of up, each contiguous in memory and
-loaded by TMA. A program has a few tiles of a token, half of its warps for gate, half for up; a warp has the same inputs in all
-tiles. A program of `down_slots` computes 16 elements of a token's result, its warps sharing the inputs of all slots, so that
-the sum over slots needs no second pass.
+loaded by TMA, or by cp.async where there is none. A program has a few tiles of a token, half of its warps for gate, half for
+up; a warp has the same inputs in all tiles. A program of `down_slots` computes 16 elements of a token's result, its warps
+sharing the inputs of all slots, so that the sum over slots needs no second pass.
 
 For one token there is about one program of either kernel per multiprocessor, and both fit on it together. The first warp of a
 program selects the experts and issues all their copies at once. `up_slots` then lets `down_slots` start (programmatic
@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.copy import await_bytes, expect, init_barriers, tma_copy
+from auraflux.ops.gpu.blocks.dependent_launch import launches_early
+from auraflux.ops.hopper.copy import COMMIT, await_bytes, copy_together, expect, init_barriers, tma_copy, wait_ptx
 from auraflux.ops.hopper.mma_int4_groups import (
     codes_two,
     load_16,
@@ -27,15 +28,14 @@ from auraflux.ops.hopper.mma_int4_groups import (
     scales_two,
     sum_at,
 )
-from auraflux.ops.hopper.ptx import WAIT_AND_LAUNCH, from_lane, run, shared
+from auraflux.ops.hopper.ptx import LAUNCH, WAIT, WAIT_AND_LAUNCH, from_lane, run, shared
 from auraflux.ops.hopper.reduce import count_true
 from auraflux.ops.hopper.shared_memory import float_at, long_at, put_float, put_long
 from auraflux.ops.moe.cuda.routing.topk import choose, load_scores, weights_of
 
-WAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0,0; // $1")
-LAUNCH = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0,0; // $1")
 WARPS = gl.constexpr(16)  # of `up_slots`
 BARRIERS = gl.constexpr(128)  # bytes
+SOURCES = gl.constexpr(32 * 3 * 8)  # bytes of addresses
 HELD = gl.constexpr(3)  # units of codes that a warp of `down_slots` preloads into registers before their inputs are ready
 
 
@@ -104,6 +104,21 @@ def _array_address(p, gate, up):
 
 
 @gluon.jit
+def _copy_tiles(ring, table, source, there, tid, H: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr):
+    """Copy tiles by cp.async, in a group each: lane 6 n + p of the first warp knows the source of array p of tile n."""
+    ROWS: gl.constexpr = 16 * (H // 2)
+    LINES: gl.constexpr = 16 * (H // 32)
+    put_long(table + tid % 32 * 16, gl.where(there, source, source * 0), tid < 32)
+    gl.thread_barrier()
+    for n in gl.static_range(TILES):
+        for p in gl.static_range(6):
+            to = ring + (2 * n + p // 3) * (ROWS + 2 * LINES) + (0 if p % 3 == 0 else ROWS + (p % 3 - 1) * LINES)
+            from_all = long_at(table + (6 * n + p) * 16 + tid * 0)
+            copy_together(to, from_all, tid, ROWS if p % 3 == 0 else LINES, 32 * WARPS)
+        run(COMMIT, tid)
+
+
+@gluon.jit
 def up_slots(
     x, ids, scores, bias, gate, up, shared_gate, shared_up, out, experts, inner, SHAPE: gl.constexpr
 ):  # fmt: skip
@@ -143,8 +158,9 @@ def up_slots(
     # through shared memory, because ptxas would otherwise sink them below the wait
     put_long(sums + lane * 16, source, tid < 32)
     put_long(sums + lane * 16 + 8, step.to(gl.int64) * 2, tid < 32)
-    init_barriers(bars, tid, 2 * TILES)
-    if shared_gate is not None:
+    if launches_early():
+        init_barriers(bars, tid, 2 * TILES)
+    if launches_early() and shared_gate is not None:
         expect(bar, lane * 0 + HALF, there & (slot == K) & codes)
         tma_copy(to, source, size, bar, there & (slot == K))
     run(WAIT, lane)
@@ -156,8 +172,14 @@ def up_slots(
     _, chosen = _select_experts(scores, ids, bias, token, tid, experts, gl.minimum((end - 1) // tiles, K - 1), K, E, SCORING)
     expert = from_lane(chosen, gl.minimum(slot, K - 1))
     good = there & (slot < K) & (expert >= 0) & (expert < experts)
-    expect(bar, gl.where(good, HALF, 0), mine & codes & ((begin + n >= end) | (slot < K)))
-    tma_copy(to, long_at(sums + lane * 16) + expert.to(gl.int64) * long_at(sums + lane * 16 + 8), size, bar, good)
+    if launches_early():
+        expect(bar, gl.where(good, HALF, 0), mine & codes & ((begin + n >= end) | (slot < K)))
+        tma_copy(to, long_at(sums + lane * 16) + expert.to(gl.int64) * long_at(sums + lane * 16 + 8), size, bar, good)
+    else:
+        chosen_source = long_at(sums + lane * 16) + expert.to(gl.int64) * long_at(sums + lane * 16 + 8)
+        if shared_gate is not None:
+            chosen_source, good = gl.where(slot == K, source, chosen_source), good | (there & (slot == K))
+        _copy_tiles(ring, sums, chosen_source, good, tid, H, TILES, WARPS)
     run(LAUNCH, lane)
     pairs = ()
     for s in gl.static_range(SETS):
@@ -165,7 +187,11 @@ def up_slots(
     zero = (tid * 0).to(gl.float32)
     for i in gl.static_range(TILES):
         half = ring + i * (2 * HALF) + warp // 8 * HALF
-        await_bytes(bars + i * 16 + warp // 8 * 8)
+        if launches_early():
+            await_bytes(bars + i * 16 + warp // 8 * 8)
+        else:
+            run(wait_ptx(TILES - 1 - i), lane)
+            gl.thread_barrier()
         total0, total1 = zero, zero
         for s in gl.static_range(SETS):
             group = gl.minimum((warp % 8 + s * 8) * 4, H // 64 - 4)
@@ -188,10 +214,25 @@ def up_slots(
 
 
 @gluon.jit
+def _copy_slots(ring, table, sources, there, tid, INNER: gl.constexpr, SLOTS: gl.constexpr, W: gl.constexpr):
+    """Copy 16 rows of all slots by cp.async: lane n of the first warp knows where slot n's codes, scales and biases are."""
+    LINES: gl.constexpr = INNER // 2
+    for part in gl.static_range(3):
+        put_long(table + (tid % 32 * 3 + part) * 8, gl.where(there, sources[part], sources[part] * 0), tid < 32)
+    gl.thread_barrier()
+    for n in gl.static_range(SLOTS):
+        for part in gl.static_range(3):
+            to = ring + n * (9 * INNER) + (0 if part == 0 else 16 * LINES + (part - 1) * LINES)
+            from_all = long_at(table + (3 * n + part) * 8 + tid * 0)
+            copy_together(to, from_all, tid, 16 * LINES if part == 0 else LINES, 32 * W)
+    run(COMMIT, tid)
+
+
+@gluon.jit
 def _fetch_slots(
-    ring, bar, tid, row0, chosen, down, shared_down, experts, INNER: gl.constexpr, K: gl.constexpr
+    ring, bar, box, tid, row0, chosen, down, shared_down, experts, INNER: gl.constexpr, K: gl.constexpr, W: gl.constexpr
 ):  # fmt: skip
-    """Copy 16 rows of all slots, with codes, scales and biases: lane n copies slot n's."""
+    """Copy 16 rows of all slots, with codes, scales and biases: lane n knows, and by TMA copies, slot n's."""
     ROW: gl.constexpr = INNER // 2
     LINE: gl.constexpr = INNER // 32
     SLOT: gl.constexpr = 16 * (ROW + 2 * LINE)
@@ -205,11 +246,15 @@ def _fetch_slots(
         there, codes = there | last, gl.where(last, shared_down.packed.to(gl.int64), codes)
         slopes = gl.where(last, shared_down.scales.to(gl.int64), slopes)
         intercepts = gl.where(last, shared_down.biases.to(gl.int64), intercepts)
-    expect(bar, count_true(there) * SLOT, tid == 0)
-    to, there, some = ring + lane * SLOT, there & (tid < 32), lane * 0 + 16 * LINE
-    tma_copy(to, codes + row0 * ROW, lane * 0 + 16 * ROW, bar, there)
-    tma_copy(to + 16 * ROW, slopes + row0 * LINE, some, bar, there)
-    tma_copy(to + 16 * (ROW + LINE), intercepts + row0 * LINE, some, bar, there)
+    if launches_early():
+        expect(bar, count_true(there) * SLOT, tid == 0)
+        to, there, some = ring + lane * SLOT, there & (tid < 32), lane * 0 + 16 * LINE
+        tma_copy(to, codes + row0 * ROW, lane * 0 + 16 * ROW, bar, there)
+        tma_copy(to + 16 * ROW, slopes + row0 * LINE, some, bar, there)
+        tma_copy(to + 16 * (ROW + LINE), intercepts + row0 * LINE, some, bar, there)
+    else:
+        sources = codes + row0 * ROW, slopes + row0 * LINE, intercepts + row0 * LINE
+        _copy_slots(ring, box, sources, there, tid, INNER, K if shared_down is None else K + 1, W)
 
 
 @gluon.jit
@@ -302,11 +347,14 @@ def down_slots(
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     warp, lane = tid // 32, tid % 32
     token, row0 = gl.program_id(1).to(gl.int64), gl.program_id(0).to(gl.int64) * 16
-    memory, ring = shared(SLOTS * SLOT + 2 * BARRIERS + MINE * W * 64, tid)
+    # without TMA the sources of copies have the place of the sums
+    ADDED: gl.constexpr = MINE * W * 64 if launches_early() else max(MINE * W * 64, SOURCES)
+    memory, ring = shared(SLOTS * SLOT + 2 * BARRIERS + ADDED, tid)
     bar, box, sums = ring + SLOTS * SLOT, ring + SLOTS * SLOT + BARRIERS, ring + SLOTS * SLOT + 2 * BARRIERS
-    init_barriers(bar, tid, 1)
+    if launches_early():
+        init_barriers(bar, tid, 1)
     found, chosen = _select_experts(scores, ids, bias, token, tid, experts, K - 1, K, E, SCORING)
-    _fetch_slots(ring, bar, tid, row0, chosen, down, shared_down, experts, INNER, K)
+    _fetch_slots(ring, bar, sums, tid, row0, chosen, down, shared_down, experts, INNER, K, W)
     at = token * hidden + row0 + tid % 16
     if epilogue.residual is not None:
         # complete since before the experts were selected
@@ -324,7 +372,11 @@ def down_slots(
     if WEIGHTED:
         put_float(box + lane * 4, share, tid < 32)
     # weights arrive before the hidden vectors: load them into registers meanwhile
-    await_bytes(bar)
+    if launches_early():
+        await_bytes(bar)
+    else:
+        run(wait_ptx(0), lane)
+        gl.thread_barrier()
     held, xs = (), ()
     for i in gl.static_range(min(MINE, HELD)):
         held += (_unit_at(ring, gl.minimum(warp * MINE + i, SLOTS * PARTS - 1), lane, INNER),)  # type: ignore[assignment]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from auraflux.ops.gpu.device import multiprocessors
+from auraflux.ops.gpu.device import multiprocessors, shared_nbytes
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv
 from auraflux.ops.moe.cuda.matvec.few_tokens import CpuResults, Router, SlotShape, down_slots, up_slots
@@ -18,6 +18,7 @@ UP_WARPS = 16
 DOWN_WARPS = 8
 MOST_TILES = 5  # of a program of `up_slots`, one lane of a warp for each of their arrays
 MOST_NBYTES = 112 << 10  # of shared memory for tiles; with more, `down_slots` does not fit on the same multiprocessor
+AROUND = 8192  # bytes of shared memory other than codes, at most
 MOST_GROUPS = 256  # of 16 rows, all slots together: all their codes are in shared memory
 MOST_SLOTS = 32  # one lane for each
 MOST_CHOICES = 512  # experts whose scores fit the lanes of a warp
@@ -71,7 +72,7 @@ def _launch(
     slots, (ids, weights) = k if shared_expert is None else k + 1, given
     between = x.new_empty(tokens * slots, inner)
     shared_gate_args, shared_up_args, shared_down_args = shared_args(shared_expert)
-    programs, most = up_sizes(hidden, slots * inner // 16, tokens, multiprocessors(x.device))
+    programs, most = up_sizes(hidden, slots * inner // 16, tokens, x.device)
     launch(up_slots, (programs, tokens))(
         x, ids, router.scores, router.bias, stack_args(gate_of(experts)), stack_args(experts.up),
         shared_gate_args, shared_up_args, between, experts.rows, inner, shape._replace(width=hidden, tiles=most),
@@ -90,8 +91,14 @@ def order_of(experts: Experts, k: int) -> tuple[int, int]:
     return 1, 2 if cdiv(k * quads, DOWN_WARPS) == quads else 1
 
 
-def up_sizes(hidden: int, tiles: int, tokens: int, processors: int) -> tuple[int, int]:
+def fits(hidden: int, inner: int, slots: int, device: torch.device) -> bool:
+    """Return whether a tile of `up_slots` and all slots of `down_slots` fit into shared memory."""
+    return max(18 * hidden, slots * 9 * inner) + AROUND <= shared_nbytes(device)
+
+
+def up_sizes(hidden: int, tiles: int, tokens: int, device: torch.device) -> tuple[int, int]:
     """Return programs of `up_slots` per token, about one per multiprocessor if that suffices, and their tiles at most."""
-    room = max(1, min(MOST_TILES, MOST_NBYTES // (18 * hidden)))
+    processors = multiprocessors(device)
+    room = max(1, min(MOST_TILES, min(MOST_NBYTES, shared_nbytes(device) - AROUND) // (18 * hidden)))
     most = min(cdiv(tiles * tokens, processors), room)
     return max(cdiv(tiles, most), min(processors // tokens, tiles)), most

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from auraflux.ops.gpu.device import SHARED_NBYTES, multiprocessors
+from auraflux.ops.gpu.device import multiprocessors, shared_nbytes
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv
 from auraflux.ops.moe.cuda.matvec.tma import RingShape, down_ring, up_ring
@@ -21,21 +21,23 @@ GROUP = 32  # experts of a group
 AROUND = 6144  # bytes of shared memory other than stages, inputs and sums, at most
 
 
-def up_sizes(hidden: int, inner: int, slots: int, processors: int) -> tuple[int, int, int]:
+def up_sizes(hidden: int, inner: int, slots: int, device: torch.device) -> tuple[int, int, int]:
     """Return programs of `up_ring`, stages per program, and stages in flight."""
+    processors = multiprocessors(device)
     count = cdiv(slots * (inner // 8), processors)
-    return processors, count, min(UP_DEEP, (SHARED_NBYTES - AROUND - count * (64 * UP_WARPS + 48)) // (9 * hidden))
+    room = shared_nbytes(device) - AROUND - count * (64 * UP_WARPS + 48)
+    return processors, count, min(UP_DEEP, room // (9 * hidden))
 
 
-def down_sizes(hidden: int, inner: int, slots: int, processors: int) -> tuple[int, int, int]:
+def down_sizes(hidden: int, inner: int, slots: int, device: torch.device) -> tuple[int, int, int]:
     """Return programs of `down_ring`, tiles per program, and stages in flight, a multiple of the teams.
 
     If teams alternated on a ring slot, its barrier's phase bit could not distinguish a team's stage from the one before.
     """
-    programs = DOWN_PROGRAMS * processors
+    programs = DOWN_PROGRAMS * multiprocessors(device)
     count, teams = cdiv(hidden // 8, programs), DOWN_WARPS // (inner // 512)
     around = AROUND + slots * (2 * inner + count * (inner // 16 + 24))
-    deep = min(DOWN_NBYTES, SHARED_NBYTES // DOWN_PROGRAMS - around) // (9 * inner // 2)
+    deep = min(DOWN_NBYTES, shared_nbytes(device) // DOWN_PROGRAMS - around) // (9 * inner // 2)
     return programs, count, deep // teams * teams
 
 
@@ -47,7 +49,7 @@ def mix(
     tokens, inner, hidden, k = x.shape[0], experts.inner, experts.hidden, routing.k
     shared_expert, shared_output = (shared, None) if isinstance(shared, SharedExpert) else (None, shared)
     slots = k if shared_expert is None else k + 1
-    sizes = hidden, inner, slots, multiprocessors(x.device)
+    sizes = hidden, inner, slots, x.device
     up_programs, up_count, up_depth = up_sizes(*sizes)
     down_programs, down_count, down_depth = down_sizes(*sizes)
     between, out = x.new_empty(tokens * slots, inner), torch.empty_like(x)

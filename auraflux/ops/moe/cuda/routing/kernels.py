@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from auraflux.ops._dispatch import is_invariant
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents
 from auraflux.ops.gpu.blocks.elementwise import sigmoid
-from auraflux.ops.gpu.device import not_hopper
+from auraflux.ops.gpu.device import launches_early
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv, power_of_two
 from auraflux.ops.moe.routing import Routing
@@ -195,7 +195,7 @@ def rank(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor,
     """Run `route` for few tokens and a single expert group."""
     tokens, experts = logits.shape
     ids, weights = chosen(tokens, routing.k, logits.device)
-    size, early = power_of_two(experts), not_hopper(logits.device) is None
+    size, early = power_of_two(experts), launches_early(logits.device)
     launch(rank_kernel, (tokens,))(
         logits, bias, ids, weights, experts, routing.k, float(routing.scale), routing.scoring,
         routing.renormalize and routing.scoring != "chosen", size, early, num_warps=max(1, size // 32),

@@ -16,8 +16,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
 from auraflux.ops.turboquant.cuda.decode.code_loop import attend_codes, has_low, query_operand, query_places, ring_begin
 from auraflux.ops.turboquant.cuda.decode.full_precision import (
     angle_channels,
@@ -31,7 +31,7 @@ from auraflux.ops.turboquant.cuda.decode.invariant_splits import (
     store_empty_splits,
     store_split,
 )
-from auraflux.ops.turboquant.cuda.decode.lookup import channel_scales, load_queries, table_words
+from auraflux.ops.turboquant.cuda.decode.lookup import COLUMNS_OF_TWO, channel_scales, load_queries, table_words
 from auraflux.ops.turboquant.cuda.decode.merge import (
     store_empty_partial,
     store_output_rows,
@@ -73,14 +73,14 @@ def attend_pairs(
     U: gl.constexpr = WORK.blocks
     EACH: gl.constexpr = (G + (G + 7) // 8 - 1) // ((G + 7) // 8)
     STAGE: gl.constexpr = stage_nbytes(D, KEY_BITS, VALUE_BITS, U)
-    ROWS: gl.constexpr = ring_begin(D) // 4096 + (NW * WORK.depth * STAGE + 4095) // 4096
+    ROWS: gl.constexpr = ring_begin(D, WORK.compact) // 4096 + (NW * WORK.depth * STAGE + 4095) // 4096
     split, token = gl.program_id(0), gl.program_id(2)
     head, tile = gl.program_id(1) // ((G + 7) // 8), gl.program_id(1) % ((G + 7) // 8)
     # one allocation, so that the table begins at the shared-memory base; the compiler does not see the PTX look-ups read it,
     # hence the barriers and _keep_alive
     shared = gl.allocate_shared_memory(gl.int32, [ROWS, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # early loads need registers that programs sharing a multiprocessor do not have
-    early = _load_early(levels, means if WORK.full_split and WORK.split_keys == 0 else None, head, D, KEY_BITS, VALUE_BITS, NW)
+    early = _load_early(levels, means if WORK.full_split and WORK.split_keys == 0 else None, head, CONFIG)
     if WORK.balanced:
         number = split
         schedule = balance_splits(index, splits, scores.window, NW * 16 * U, S, NW)
@@ -135,9 +135,11 @@ def attend_pairs(
 
 
 @gluon.jit
-def _load_early(levels, means, head, D: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, NW: gl.constexpr):
+def _load_early(levels, means, head, CONFIG: gl.constexpr):
     """Load what does not depend on the previous kernel: the level table, channels of the means, key scales."""
-    found = (_load_levels(levels, KEY_BITS, VALUE_BITS, NW),)
+    D: gl.constexpr = CONFIG.shape.width
+    NW: gl.constexpr = CONFIG.work.warps
+    found = (_load_levels(levels, CONFIG.shape.key_bits, CONFIG.shape.value_bits, CONFIG.work.compact, NW),)
     if means is not None:
         more = angle_channels(means, D, NW), channel_scales(means.scale + head * D, D, NW)
         found = found + more  # type: ignore[assignment]
@@ -157,7 +159,7 @@ def _attend_full_precision(queries, scores, means, full, shared, task, CONFIG: g
     q, live, signs = queries
     sequence, _, position, _, head, _, _, _, _, _, _, oldest = task
     rows = full_precision_rows(full, sequence, position, head, None, SHAPE, FULL, NW)
-    rotated, _ = query_places(shared, D)
+    rotated, _ = query_places(shared, D, CONFIG.work.compact)
     if means is not None:
         scale = channel_scales(means.scale + head * D, D, NW)
     gdc_wait()
@@ -206,7 +208,8 @@ def _store_partial(o, m, l, signs, partials, dest, live, D: gl.constexpr, BALANC
 
 
 @gluon.jit
-def _load_levels(levels, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, NW: gl.constexpr):
+def _load_levels(levels, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, COMPACT: gl.constexpr, NW: gl.constexpr):
     """Load the level tables of keys and values: one serves both where bits are equal."""
-    keys = table_words(levels, 0, KEY_BITS, NW)
-    return (keys,) if KEY_BITS == VALUE_BITS else (keys, table_words(levels, 1, VALUE_BITS, NW))
+    COLUMNS: gl.constexpr = COLUMNS_OF_TWO if COMPACT and KEY_BITS != VALUE_BITS else 32
+    keys = table_words(levels, 0, KEY_BITS, COLUMNS, NW)
+    return (keys,) if KEY_BITS == VALUE_BITS else (keys, table_words(levels, 1, VALUE_BITS, COLUMNS, NW))

@@ -3,8 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
 from auraflux.ops.hopper.copy import wait_ptx
 from auraflux.ops.hopper.ptx import run
 from auraflux.ops.turboquant.cuda.decode.full_precision import (
@@ -27,7 +27,14 @@ from auraflux.ops.turboquant.cuda.decode.invariant_splits import (
     store_empty_splits,
     store_split,
 )
-from auraflux.ops.turboquant.cuda.decode.lookup import channel_scales, load_queries, query_layout, transform
+from auraflux.ops.turboquant.cuda.decode.lookup import (
+    channel_scales,
+    column_ptx,
+    load_queries,
+    query_layout,
+    table_rows,
+    transform,
+)
 from auraflux.ops.turboquant.cuda.decode.prologue import (
     copy_new_blocks,
     copy_old_blocks,
@@ -59,13 +66,11 @@ from auraflux.ops.turboquant.cuda.decode.step import (
     weights,
 )
 
-LANE = gl.constexpr("mov.u32 $0, %laneid; shl.b32 $0, $0, 2; // $1")
-
 
 @gluon.constexpr_function
-def ring_begin(width):
+def ring_begin(width, compact=False):
     """Return the offset of the ring in shared memory: after the level table and 8 queries, for keys and for means."""
-    return 16 * 4096 + max(4096, 32 * width)
+    return table_rows(compact) * 4096 + max(4096, 32 * width)
 
 
 @gluon.constexpr_function
@@ -98,7 +103,7 @@ def attend_codes(
     sequence, expected, position, old, head, split, last, begin, stride, low, end, oldest = task
     warp, lane, key, t = lanes_of(begin, index.pool, U, NW)
     source = sources(keys, values, lane, D, KEY_BITS, VALUE_BITS)
-    place, to, at = places(split, warp, lane, ring_begin(D), DEEP, U, D, KEY_BITS, VALUE_BITS, NW)
+    place, to, at = places(split, warp, lane, ring_begin(D, WORK.compact), DEEP, U, D, KEY_BITS, VALUE_BITS, NW)
     # codes of earlier steps, levels and signs are older than the previous kernel (PDL); what it may have written is copied
     # after gdc_wait, which also commits the cp.async groups
     pages = first_pages(index, sequence, expected, t, stride, PAGE)
@@ -113,9 +118,9 @@ def attend_codes(
         pages, t, stride, head, index.pool, index.width, SHAPE.heads, PAGE, UNITS, DEEP
     )
     copy_old_blocks(blocks, to, source, t, stride, old, CONFIG)
-    _fill_table(shared, early[0])
+    _fill_table(shared, early[0], WORK.compact)
     # neither depends on the previous kernel
-    rotated, angle_q = query_places(shared, D)
+    rotated, angle_q = query_places(shared, D, WORK.compact)
     gdc_wait()
     gdc_launch_dependents()
     x = load_queries(q, signs, live, D, NW, WORK.even_columns)
@@ -128,7 +133,8 @@ def attend_codes(
     qx = query_operand(x, rotated, scores.factor, D, KEY_BITS, NW)
     if means is not None:
         found = mean_scores(angles, angle_q, D, NW)
-    column = gl.inline_asm_elementwise(LANE, "=r,r", [split], dtype=gl.int32, is_pure=True, pack=1)
+    COLUMN: gl.constexpr = column_ptx(WORK.compact, KEY_BITS == VALUE_BITS)
+    column = gl.inline_asm_elementwise(COLUMN, "=r,r", [split], dtype=gl.int32, is_pure=True, pack=1)
 
     o, l, m = _empty_softmax(D, NW)  # noqa: E741
     acc = empty_accumulator(D, 4 if WORK.even_columns else 8, NW) if WORK.multi_split else (o, m, l)
@@ -292,21 +298,22 @@ def _step(
     for u in gl.static_range(U):
         p = gl.exp2(logits[u] - top[:, None, :])
         l += halves(p, NW)  # noqa: E741
-        vx = value_tile(words[u], column, place, KEY_BITS, VALUE_BITS, D, NW)
+        vx = value_tile(words[u], column, place, CONFIG)
         o = mma_v2(vx, weights(p, mine[u][2], seen[u], NW), o)
     stage = gl.where(stage == (DEEP - 1) * STAGE, 0, stage + STAGE)
     return o, l, top, page, next_page, stage
 
 
 @gluon.jit
-def query_places(shared, D: gl.constexpr):
+def query_places(shared, D: gl.constexpr, COMPACT: gl.constexpr):
     """Return the shared memory of 8 queries: rotated for keys, and for means."""
+    ROW: gl.constexpr = table_rows(COMPACT)
     LQ: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     if D > 128:
-        rotated = shared.index(16)._reinterpret(gl.float16, [8, D], LQ)
-        angle_q = shared.index(17)._reinterpret(gl.float16, [8, D], LQ)
+        rotated = shared.index(ROW)._reinterpret(gl.float16, [8, D], LQ)
+        angle_q = shared.index(ROW + 1)._reinterpret(gl.float16, [8, D], LQ)
     else:
-        both = shared.index(16)._reinterpret(gl.float16, [16, D], LQ)
+        both = shared.index(ROW)._reinterpret(gl.float16, [16, D], LQ)
         rotated, angle_q = both.slice(0, 8, 0), both.slice(8, 8, 0)
     return rotated, angle_q
 
@@ -327,7 +334,7 @@ def query_operand(x, rotated, factor, D: gl.constexpr, BITS: gl.constexpr, NW: g
 
 
 @gluon.jit
-def _fill_table(shared, sides):
-    table_rows = shared._reinterpret(gl.int32, [256, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+def _fill_table(shared, sides, COMPACT: gl.constexpr):
+    rows = shared._reinterpret(gl.int32, [256, 32 if COMPACT else 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     for i in gl.static_range(len(sides)):
-        table_rows.slice(32 * i, 32, 1).store(sides[i])
+        rows.slice(sides[0].shape[1] * i, sides[0].shape[1], 1).store(sides[i])

@@ -56,6 +56,7 @@ class Work(NamedTuple):
     multi_split   a program computes several splits of `split_keys` keys, or with `single_split` all: grid (programs of a row,
                   heads * tiles, tokens)
     even_columns  with `split_keys`: at most four queries occupy the even columns of a product, which halves a lane's sums
+    compact       the level table has half the bytes, for GPUs with little shared memory
     """
 
     warps: int
@@ -68,6 +69,7 @@ class Work(NamedTuple):
     full_split: bool
     multi_split: bool
     even_columns: bool
+    compact: bool
 
 
 class Config(NamedTuple):

@@ -7,8 +7,8 @@ core's rows, as in `finish_pairs`.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
 from auraflux.ops.turboquant.cuda.decode.lookup import NOTHING, transform
 from auraflux.ops.turboquant.cuda.decode.merge import LOG2E, reduce_warps, store_reduced
 

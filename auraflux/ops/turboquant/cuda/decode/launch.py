@@ -12,7 +12,7 @@ from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.gpu.blocks.flash import NO_WINDOW
 from auraflux.ops.gpu.blocks.pages import Index, index_of
 from auraflux.ops.gpu.blocks.softmax import LOG2E, Partials, empty_partials
-from auraflux.ops.gpu.device import multiprocessors
+from auraflux.ops.gpu.device import multiprocessor_nbytes, multiprocessors
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.split_kv import INVARIANT_SPLITS, invariant_split_keys, merge_capacity
@@ -24,7 +24,17 @@ from auraflux.ops.turboquant.cuda.decode.config import Codes, Config, MergeSizes
 from auraflux.ops.turboquant.cuda.decode.full_precision import key_means
 from auraflux.ops.turboquant.cuda.decode.invariant_splits import finish_in_order
 from auraflux.ops.turboquant.cuda.decode.merge import finish_pairs, finish_rotated
-from auraflux.ops.turboquant.cuda.decode.plan import BLOCK, EXCLUSIVE, MOST_KEYS, PROGRAM_SHAPES, Plan, depth, plan_for
+from auraflux.ops.turboquant.cuda.decode.plan import (
+    BLOCK,
+    EXCLUSIVE,
+    MOST_KEYS,
+    MULTIPROCESSOR_NBYTES,
+    PROGRAM_SHAPES,
+    Plan,
+    depth,
+    plan_for,
+    small_program,
+)
 from auraflux.ops.turboquant.cuda.encode.hadamard import MOST_BOOKS, rotation_for
 from auraflux.ops.turboquant.pages import CodePages
 
@@ -65,12 +75,25 @@ def _pair_words(bits: int, width: int, explicit: Codebook | None) -> Tensor:
 
 
 def _plan(programs: int, pages: CodePages, windowed: bool) -> Plan:
-    bits, width = (pages.key_bits, pages.value_bits), pages.width
+    bits, width, device = (pages.key_bits, pages.value_bits), pages.width, pages.lengths.device
+    nbytes = multiprocessor_nbytes(device)
     if is_invariant():
-        stages = max(1, depth(*bits, width))
-        return Plan(min(fixed_splits_for(1, pages.capacity), MOST_FIXED), 1, stages, PROGRAM_SHAPES[width], stages)
-    processors = multiprocessors(pages.lengths.device)
-    return plan_for(programs, processors, pages.capacity, pages.pool[1], *bits, width, windowed)
+        program, stages = PROGRAM_SHAPES[width], max(1, depth(*bits, width))
+        if nbytes < MULTIPROCESSOR_NBYTES:
+            found = small_program(bits, width, nbytes, exact=True)
+            assert found is not None
+            program, stages, _ = found
+        return Plan(min(fixed_splits_for(1, pages.capacity), MOST_FIXED), 1, stages, program, stages)
+    return plan_for(programs, multiprocessors(device), pages.capacity, pages.pool[1], *bits, width, windowed, nbytes)
+
+
+def fits(pages: CodePages) -> bool:
+    """Return whether the level table and a stage of codes fit into the GPU's shared memory."""
+    nbytes = multiprocessor_nbytes(pages.lengths.device)
+    return (
+        nbytes >= MULTIPROCESSOR_NBYTES
+        or small_program((pages.key_bits, pages.value_bits), pages.width, nbytes, is_invariant()) is not None
+    )
 
 
 def attend_decode(
@@ -108,6 +131,7 @@ def attend_decode(
         full_split=full_split and row_programs is None,
         multi_split=row_programs is not None,
         even_columns=bool(split_keys) and width <= WIDEST_SPARE and cdiv(group, cdiv(group, COLUMNS)) <= COLUMNS // 2,
+        compact=plan.compact,
     )
     roomy = full_split and not split_keys and splits * tiles * tokens <= multiprocessors(device)
     # factors of the transform and of the levels, which are scaled by sqrt(D); then to base 2

@@ -6,19 +6,50 @@ from triton.experimental.gluon import language as gl
 NOTHING = gl.constexpr(-1e30)  # score of a masked key, below the initial maximum
 
 
-@gluon.constexpr_function
-def _pair_ptx(byte, side):
-    """Return PTX that looks up two levels by one byte: address = table + 256 * byte + 4 * lane, side in the load's offset."""
-    look = f"prmt.b32 a, $1, $3, {0x5504 + 16 * byte}; add.u32 a, a, $5; ld.shared.b32 $0, [a + {side}];"
-    return "{.reg .b32 a;" + look + "}"
+# a compact table has 32 columns of one side, or 16 of each: rows of 128 bytes, for GPUs with little shared memory
+COLUMNS_OF_TWO = gl.constexpr(16)
 
 
 @gluon.constexpr_function
-def _two_ptx(pair, side):
+def table_rows(compact):
+    """Return the size of the level table, in 4096 bytes."""
+    return 8 if compact else 16
+
+
+@gluon.constexpr_function
+def side_offset(compact, same):
+    """Return the offset in a table row of the levels of values; keys and values of the same bits share theirs."""
+    return 0 if same else 4 * COLUMNS_OF_TWO.value if compact else 128
+
+
+@gluon.constexpr_function
+def column_ptx(compact, same):
+    """Return PTX for the offset of a lane's column in a table row; in a compact table twice that, as a byte's offset is."""
+    if not compact:
+        return "mov.u32 $0, %laneid; shl.b32 $0, $0, 2; // $1"
+    mask = "" if same else f"and.b32 $0, $0, {COLUMNS_OF_TWO.value - 1}; "
+    return f"mov.u32 $0, %laneid; {mask}shl.b32 $0, $0, 3; // $1"
+
+
+@gluon.constexpr_function
+def _place(name, byte, compact):
+    """Return PTX for the address of a byte's row in a lane's column: table + 256 * byte + 4 * lane, or half of both."""
+    half = f"shr.u32 {name}, {name}, 1; " if compact else ""
+    return f"prmt.b32 {name}, $1, $3, {0x5504 + 16 * byte}; {half}add.u32 {name}, {name}, $5;"
+
+
+@gluon.constexpr_function
+def _pair_ptx(byte, side, compact):
+    """Return PTX that looks up two levels by one byte, with the side in the load's offset."""
+    return "{.reg .b32 a;" + _place("a", byte, compact) + f" ld.shared.b32 $0, [a + {side}];" + "}"
+
+
+@gluon.constexpr_function
+def _two_ptx(pair, side, compact):
     """Return PTX that looks up two levels by a byte each."""
     text = "{.reg .b32 a, b;"
     for name, byte in (("a", 2 * pair), ("b", 2 * pair + 1)):
-        text += f"prmt.b32 {name}, $1, $3, {0x5504 + 16 * byte}; add.u32 {name}, {name}, $5;"
+        text += _place(name, byte, compact)
         text += f"ld.shared.b32 {name}, [{name} + {side}];"
     return text + "prmt.b32 $0, a, b, 0x5410;}"
 
@@ -74,23 +105,23 @@ def norm_layout(warps):
 
 
 @gluon.jit
-def _look(words, lane, table, PLACE: gl.constexpr, SIDE: gl.constexpr, BITS: gl.constexpr):
-    PTX: gl.constexpr = _two_ptx(PLACE, SIDE) if BITS == 8 else _pair_ptx(PLACE, SIDE)
+def _look(words, lane, table, PLACE: gl.constexpr, SIDE: gl.constexpr, BITS: gl.constexpr, COMPACT: gl.constexpr):
+    PTX: gl.constexpr = _two_ptx(PLACE, SIDE, COMPACT) if BITS == 8 else _pair_ptx(PLACE, SIDE, COMPACT)
     twice = gl.join(words, words)  # the two results occupy these two elements
     return gl.inline_asm_elementwise(PTX, "=r,r,r,r,r,r,r", [twice, lane, table], gl.float16, is_pure=False, pack=2)
 
 
 @gluon.jit
-def look_up(w, lane, table, SIDE: gl.constexpr, BITS: gl.constexpr):
+def look_up(w, lane, table, SIDE: gl.constexpr, BITS: gl.constexpr, COMPACT: gl.constexpr):
     """Look up words [W, R, C]: [W, R, C, pairs of a word, 2]."""
     W: gl.constexpr = w.shape[0]
     R: gl.constexpr = w.shape[1]
     C: gl.constexpr = w.shape[2]
     if BITS == 8:
-        found = gl.join(_look(w, lane, table, 0, SIDE, 8), _look(w, lane, table, 1, SIDE, 8))
+        found = gl.join(_look(w, lane, table, 0, SIDE, 8, COMPACT), _look(w, lane, table, 1, SIDE, 8, COMPACT))
         found = gl.permute(found, [0, 1, 2, 4, 3])
     elif BITS == 4:
-        found = _four_bytes(w, lane, table, SIDE)
+        found = _four_bytes(w, lane, table, SIDE, COMPACT)
     else:
         found = gl.join(_two_bytes(w, lane, table, 0, SIDE), _two_bytes(w, lane, table, 1, SIDE))  # ..., e, pair, b0, b1
         found = gl.reshape(gl.permute(found, [0, 1, 2, 6, 5, 4, 3]), [W, R, C, 8, 2])
@@ -112,9 +143,9 @@ def _two_bytes(w, lane, table, HALF: gl.constexpr, SIDE: gl.constexpr):
 
 
 @gluon.jit
-def _four_bytes(w, lane, table, SIDE: gl.constexpr):
-    low = gl.join(_look(w, lane, table, 0, SIDE, 4), _look(w, lane, table, 1, SIDE, 4))
-    high = gl.join(_look(w, lane, table, 2, SIDE, 4), _look(w, lane, table, 3, SIDE, 4))
+def _four_bytes(w, lane, table, SIDE: gl.constexpr, COMPACT: gl.constexpr):
+    low = gl.join(_look(w, lane, table, 0, SIDE, 4, COMPACT), _look(w, lane, table, 1, SIDE, 4, COMPACT))
+    high = gl.join(_look(w, lane, table, 2, SIDE, 4, COMPACT), _look(w, lane, table, 3, SIDE, 4, COMPACT))
     found = gl.permute(gl.join(low, high), [0, 1, 2, 5, 4, 3])  # ..., b1, b0, e
     return gl.reshape(found, [w.shape[0], w.shape[1], w.shape[2], 4, 2])
 
@@ -164,11 +195,11 @@ def read_norms(at, LAYOUT: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def table_words(levels, SIDE: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr):
-    """Load one side of the table: 32 equal columns of words by byte; at 2 bits columns alternate between low and high half."""
-    LT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [NW, 1], [1, 0])
+def table_words(levels, SIDE: gl.constexpr, BITS: gl.constexpr, COLUMNS: gl.constexpr, NW: gl.constexpr):
+    """Load one side of the table: equal columns of words by byte; at 2 bits columns alternate between low and high half."""
+    LT: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [NW, 1], [1, 0])
     byte = gl.arange(0, 256, layout=gl.SliceLayout(1, LT))
-    column = gl.arange(0, 32, layout=gl.SliceLayout(0, LT))[None, :]
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LT))[None, :]
     if BITS == 2:
         low, high = gl.load(levels + (byte & 15) * 2 + SIDE), gl.load(levels + (byte >> 4) * 2 + SIDE)
         words = gl.where(column % 2 == 0, low[:, None], high[:, None])

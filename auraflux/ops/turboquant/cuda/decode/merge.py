@@ -2,8 +2,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
 from auraflux.ops.turboquant.cuda.decode.lookup import NOTHING, transform
 from auraflux.ops.turboquant.cuda.decode.split_kv import balance_splits, splits_of_token
 

@@ -3,7 +3,6 @@
 from functools import cache
 from typing import NamedTuple
 
-from auraflux.ops.gpu.device import MULTIPROCESSOR_NBYTES
 from auraflux.ops.gpu.sizes import cdiv
 from auraflux.ops.turboquant.codebook import BITS
 from auraflux.ops.turboquant.cuda.decode.code_loop import ring_begin
@@ -11,8 +10,11 @@ from auraflux.ops.turboquant.cuda.decode.code_loop import ring_begin
 BLOCK = 16  # tokens per warp and step, times `blocks`
 MOST_SPLITS = 256
 LONG = 16  # steps from which a warp takes several blocks per step; below, programs would run out of work
+MULTIPROCESSOR_NBYTES = 228 << 10  # of shared memory, on the GPU where these plans were measured
 RESERVED_NBYTES = 1 << 10  # of shared memory per program
 MOST_STAGES = 4
+SMALL_PROGRAMS = ((8, 168), (4, 168))  # warps and registers where one program per multiprocessor fits
+COMPACT_BITS = {4, 8}  # that a compact table serves
 # pipeline stages of an exclusive program, one of them prefetched before gdc_wait: more would delay the first codes
 FEW_STAGES = 2
 MOST_KEYS = 8192  # of an unsplit row: a batch may have one long sequence among short ones
@@ -73,10 +75,22 @@ SPLIT = (
 )
 
 
-def depth(key_bits: int, value_bits: int, width: int, blocks: int = 1, program: ProgramShape | None = None) -> int:
-    """Return the pipeline stages that fit shared memory next to the table, at most MOST_STAGES."""
+def depth(
+    key_bits: int,
+    value_bits: int,
+    width: int,
+    blocks: int = 1,
+    program: ProgramShape | None = None,
+    nbytes: int = MULTIPROCESSOR_NBYTES,
+    compact: bool = False,
+) -> int:
+    """Return the pipeline stages that fit shared memory next to the table, at most MOST_STAGES.
+
+    nbytes   of shared memory of a multiprocessor
+    compact  the table has half the bytes
+    """
     program = program or PROGRAM_SHAPES[width]
-    balanced = (MULTIPROCESSOR_NBYTES // program.resident - RESERVED_NBYTES) // 4096 * 4096 - ring_begin(width)
+    balanced = (nbytes // program.resident - RESERVED_NBYTES) // 4096 * 4096 - ring_begin(width, compact)
     return min(MOST_STAGES, balanced // (program.warps * blocks * BLOCK * (width * (key_bits + value_bits) // 8 + 8)))
 
 
@@ -101,6 +115,7 @@ class Plan(NamedTuple):
     depth     pipeline stages
     program   warps, registers, residency
     prefetch  stages copied before the previous kernel has ended
+    compact   the level table has half the bytes
     """
 
     splits: int
@@ -108,6 +123,7 @@ class Plan(NamedTuple):
     depth: int
     program: ProgramShape
     prefetch: int
+    compact: bool = False
 
 
 @cache
@@ -120,8 +136,15 @@ def plan_for(
     value_bits: int,
     width: int,
     windowed: bool = False,
+    nbytes: int = MULTIPROCESSOR_NBYTES,
 ) -> Plan:
-    program, bits = PROGRAM_SHAPES[width], (key_bits, value_bits)
+    """Plan a row; `nbytes` of shared memory has a multiprocessor."""
+    bits = key_bits, value_bits
+    if nbytes < MULTIPROCESSOR_NBYTES:
+        found = _small_plan(programs, multiprocessors, capacity, page, bits, width, nbytes)
+        assert found is not None
+        return found
+    program = PROGRAM_SHAPES[width]
     exclusive = _exclusive_plan(programs, multiprocessors, capacity, page, bits, width)
     if exclusive:
         return exclusive
@@ -136,6 +159,31 @@ def plan_for(
             return Plan(splits_for(programs, slots, steps), blocks, stages, program, stages)
     stages = max(1, depth(*bits, width))
     return Plan(splits_for(programs, slots, cdiv(capacity, program.warps * BLOCK)), 1, stages, program, stages)
+
+
+def _small_plan(
+    programs: int, multiprocessors: int, capacity: int, page: int, bits: tuple[int, int], width: int, nbytes: int
+) -> Plan | None:
+    """Plan programs on a GPU with little shared memory: one per multiprocessor, with as many stages as fit."""
+    if (found := small_program(bits, width, nbytes)) is None:
+        return None
+    program, stages, compact = found
+    blocks = 2 if page % (2 * BLOCK) == 0 and stages >= 2 * FEW_STAGES else 1
+    steps, stages = cdiv(capacity, program.warps * blocks * BLOCK), stages // blocks
+    return Plan(splits_for(programs, multiprocessors, steps), blocks, stages, program, stages, compact)
+
+
+def small_program(bits: tuple[int, int], width: int, nbytes: int, exact: bool = False) -> tuple[ProgramShape, int, bool] | None:
+    """Return the program with the most warps for a multiprocessor with little shared memory, its stages, and compactness.
+
+    None where no stage fits. `exact` keeps the table's spare columns, which batch invariance needs.
+    """
+    compact = not exact and set(bits) <= COMPACT_BITS
+    for warps, registers in SMALL_PROGRAMS:
+        program = ProgramShape(warps, 255 if width == 256 else registers, 1)
+        if stages := depth(*bits, width, 1, program, nbytes, compact):
+            return program, stages, compact
+    return None
 
 
 def _exclusive_plan(

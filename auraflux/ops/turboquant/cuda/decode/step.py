@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from auraflux.ops.turboquant.cuda.decode.codes_3_6_bits import look_up_units, read_units
-from auraflux.ops.turboquant.cuda.decode.lookup import NOTHING, look_up, read, read_norms
+from auraflux.ops.turboquant.cuda.decode.lookup import NOTHING, look_up, read, read_norms, side_offset
 from auraflux.ops.turboquant.cuda.decode.ring import key_words, pieces
 
 TRANSPOSE = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
@@ -127,7 +127,9 @@ def _scores(kw, qx, kn, seen, mean, column, place, cap, CONFIG: gl.constexpr):
         kx = gl.reshape(look_up_units(kw, column, place, 0, BITS, 2 * J), [NW, 8, 4, 2, J, CHUNK // 2, 2])
         kx = gl.permute(kx, [0, 3, 1, 4, 5, 2, 6])
     else:
-        kx = gl.reshape(look_up(kw, _column_of(column, BITS), place, 0, BITS), [NW, 2, J, 8, 4, CHUNK // 2, 2])
+        kx = gl.reshape(
+            look_up(kw, _column_of(column, BITS), place, 0, BITS, CONFIG.work.compact), [NW, 2, J, 8, 4, CHUNK // 2, 2]
+        )
         kx = gl.permute(kx, [0, 1, 3, 2, 5, 4, 6])
     kx = gl.convert_layout(
         gl.reshape(kx, [NW, 16, D]), gl.DotOperandLayout(0, M, 2), assert_trivial=True
@@ -154,14 +156,18 @@ def weights(p, vn, seen, NW: gl.constexpr):
 
 
 @gluon.jit
-def value_tile(vw, column, place, KEY_BITS: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr, NW: gl.constexpr):
+def value_tile(vw, column, place, CONFIG: gl.constexpr):
     """Decode values [warps, D, 16 tokens] of a block as the first operand of the output product."""
-    SIDE: gl.constexpr = 0 if KEY_BITS == BITS else 1
+    BITS: gl.constexpr = CONFIG.shape.value_bits
+    D: gl.constexpr = CONFIG.shape.width
+    NW: gl.constexpr = CONFIG.work.warps
+    COMPACT: gl.constexpr = CONFIG.work.compact
+    SIDE: gl.constexpr = side_offset(COMPACT, CONFIG.shape.key_bits == BITS)
     A: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8]), 2)
     if BITS % 3 == 0:
-        vx = gl.reshape(look_up_units(vw, column, place, 128 * SIDE, BITS, D * BITS // 192), [NW, 8, 4, 2, D // 8, 2])
+        vx = gl.reshape(look_up_units(vw, column, place, SIDE, BITS, D * BITS // 192), [NW, 8, 4, 2, D // 8, 2])
         vx = gl.permute(vx, [0, 4, 1, 3, 2, 5])
     else:
-        vx = gl.reshape(look_up(vw, _column_of(column, BITS), place, 128 * SIDE, BITS), [NW, 2, 8, 4, D // 8, 2])
+        vx = gl.reshape(look_up(vw, _column_of(column, BITS), place, SIDE, BITS, COMPACT), [NW, 2, 8, 4, D // 8, 2])
         vx = gl.permute(vx, [0, 4, 2, 1, 3, 5])
     return gl.convert_layout(gl.reshape(vx, [NW, D, 16]), A, assert_trivial=True)  # x, g | h, c, e

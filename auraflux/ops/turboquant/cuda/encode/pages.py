@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import inline_asm_elementwise as asm
 
+from auraflux.ops.gpu.blocks.dependent_launch import launches_early
 from auraflux.ops.hopper.copy import wait_ptx
 from auraflux.ops.hopper.ptx import from_lane, run
 from auraflux.ops.hopper.reduce import sum_int
@@ -26,7 +27,8 @@ def prefetch_l2(k, v, tokens, program, lane, HEADS: gl.constexpr):
     offset = gl.where(second, offset - padded, offset)
     size = gl.minimum(gl.maximum(count - offset, 0), 1024).to(gl.int32) * 2
     k_at, v_at = (k + offset).to(gl.int64), (v + offset).to(gl.int64)
-    asm(PREFETCH_L2, "=r,l,r", [gl.where(second, v_at, k_at), size], gl.int32, is_pure=False, pack=1)
+    if launches_early():
+        asm(PREFETCH_L2, "=r,l,r", [gl.where(second, v_at, k_at), size], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function

@@ -5,11 +5,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
 from auraflux.ops.gpu.blocks.pages import index_of, place_of, position_of
 from auraflux.ops.gpu.blocks.rope import Rope, cos_sin
-from auraflux.ops.gpu.device import not_hopper
+from auraflux.ops.gpu.device import launches_early
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.turboquant.cuda.arguments import (
     calibration_tensors,
@@ -155,7 +155,7 @@ def append(
     """Encode keys and values into their pages, and return the rotated queries."""
     tokens, heads, width = k.shape
     q_norm, k_norm = norms or (None, None)
-    out, early = q.new_empty(q.shape), not_hopper(q.device) is None
+    out, early = q.new_empty(q.shape), launches_early(q.device)
     launch(rotate_and_append, (2 * heads + q.shape[1], tokens))(
         *(q, k, v, out, Norms(q_norm, k_norm, float(eps))),
         *(Rope(inv_freq, positions, float(mscale)), inv_freq.shape[0], q.stride(1)),

@@ -8,8 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import inline_asm_elementwise as asm
 
+from auraflux.ops.gpu.blocks.dependent_launch import launches_early
 from auraflux.ops.hopper.mma import MMA, MMA_U8_U8
-from auraflux.ops.hopper.ptx import from_lane
+from auraflux.ops.hopper.ptx import from_lane, with_older_instructions
 from auraflux.ops.hopper.reduce import sum_four
 
 BOTH_SIGNS = gl.constexpr(0x80008000 - (1 << 32))
@@ -249,7 +250,8 @@ def four_codes(a, b, c, d, table, uncertain, beyond, BUCKETS: gl.constexpr):
     """Return the codes of four places as bytes of a word, with accumulated uncertainty and out-of-range flags."""
     args = [a, b, c, d, table, uncertain, beyond]
     REGS: gl.constexpr = operands(3, "r", "f,f,f,f,r,r,r")
-    return asm(_find_ptx(BUCKETS), REGS, args, (gl.int32, gl.int32, gl.int32), is_pure=False, pack=1)
+    text: gl.constexpr = with_older_instructions(_find_ptx(BUCKETS), launches_early())
+    return asm(text, REGS, args, (gl.int32, gl.int32, gl.int32), is_pure=False, pack=1)
 
 
 @gluon.jit

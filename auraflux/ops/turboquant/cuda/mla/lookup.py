@@ -17,8 +17,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.language.extra.cuda import gdc_wait
 
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_wait
 from auraflux.ops.hopper.ptx import SHARED_BASE
 from auraflux.ops.turboquant.codebook import Codebook, codebook
 from auraflux.ops.turboquant.cuda.encode.hadamard import MOST_BOOKS

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
 from auraflux.ops.gpu.blocks.softmax import Partials
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.hopper.split_kv import merge_capacity
