@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from auraflux.ops.gpu.device import INTERPRETED, multiprocessors, not_hopper
+from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
+from auraflux.ops.gpu.device import INTERPRETED, launches_early, multiprocessors
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv, power_of_two
 from auraflux.ops.moe.cuda import fetch as fetch_pool
@@ -252,7 +252,7 @@ def _launch(
     pool: ExpertPool, box: DiskMailbox, layer: int, step: Step, owner: Tensor | None, routing: Routing | None
 ) -> Tensor:  # fmt: skip
     (tokens, k), (slots, experts) = step.ids.shape, (len(pool.memory), pool.slots.shape[1])
-    words, early, rows = pool.nbytes[layer] // 4, not_hopper(pool.memory.device) is None, torch.empty_like(step.ids)
+    words, early, rows = pool.nbytes[layer] // 4, launches_early(pool.memory.device), torch.empty_like(step.ids)
     blocks = 0 if owner is None else len(owner)
     shape = FetchShape(
         0 if routing is None else tokens, k, routing is not None and routing.scoring == "sigmoid", power_of_two(tokens * k),
