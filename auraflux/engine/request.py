@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from auraflux.engine.sampling import Sampling
-from auraflux.tokenizer.thinking import ThinkingBudget
+from auraflux.engine.thinking import ThinkingBudget
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from torch import Tensor
 from auraflux.engine.device import to_device
 from auraflux.engine.request import TokenLogprob
 from auraflux.engine.sampling import Sampling
+from auraflux.engine.thinking import TokenMatcher
 from auraflux.errors import InputError
 from auraflux.ops import penalize, sample
-from auraflux.tokenizer.thinking import TokenMatcher
 
 MASK_THREADS = ThreadPoolExecutor(2, "auraflux-masks")  # compute grammar masks
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from auraflux.engine.engine import Engine
 from auraflux.engine.request import Output, Request
+from auraflux.engine.thinking import ThinkingBudget, ThinkingMatcher, TokenMatcher
 from auraflux.errors import ContextError, InputError
 from auraflux.scheduler.generation import Generation
 from auraflux.scheduler.sequence import Sequence
 from auraflux.tokenizer.grammar import GrammarCompiler, Matcher
-from auraflux.tokenizer.thinking import ThinkingBudget, ThinkingMatcher, TokenMatcher
 
 LONG_MESSAGES = 2  # at the start of a prompt, after each of which a checkpoint is made for other prompts
 

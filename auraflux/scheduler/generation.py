@@ -5,9 +5,9 @@ from typing import Any
 
 from auraflux.engine.sampler import SamplerState
 from auraflux.engine.sampling import Sampling
+from auraflux.engine.thinking import TokenMatcher
 from auraflux.tokenizer.detokenizer import Detokenizer
 from auraflux.tokenizer.stop_strings import StopStrings
-from auraflux.tokenizer.thinking import TokenMatcher
 
 
 class Generation:

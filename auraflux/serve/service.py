@@ -9,6 +9,7 @@ from typing import Any
 
 from auraflux.engine.request import Request
 from auraflux.engine.sampling import DefaultSampling, Sampling
+from auraflux.engine.thinking import ThinkingBudget
 from auraflux.errors import ContextError, InputError, RankError, TemplateError
 from auraflux.serve.chat.conversation import Conversation, Format, partial_reply, system_message_variants
 from auraflux.serve.chat.deltas import Finish
@@ -19,7 +20,6 @@ from auraflux.serve.limits import Limits
 from auraflux.serve.metrics import Metrics, Tally
 from auraflux.serve.parse import Syntax, find_syntax
 from auraflux.serve.transport.link import Link, ModelFacts
-from auraflux.tokenizer.thinking import ThinkingBudget
 from auraflux.tokenizer.tokenizer import Tokenizer
 from auraflux.weights.formats.embedding import Embedding
 from auraflux.weights.parallel.expert_placement import PlacementResult

@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from auraflux.engine.thinking import ThinkingBudget, ThinkTags
 from auraflux.serve.chat.deltas import Content, ParsedDelta, Reasoning, ToolCallArguments
 from auraflux.serve.parse.argument_tags import Tags
 from auraflux.serve.parse.calls import CallParser, ToolCalls
 from auraflux.serve.parse.text import Steps, TextStream
 from auraflux.serve.parse.thinking import THINK, thinking
 from auraflux.serve.parse.thinking import ThinkTags as Pair
-from auraflux.tokenizer.thinking import ThinkingBudget, ThinkTags
 
 
 def new_id() -> str:

@@ -123,7 +123,8 @@ def test_the_numbers_are_those_of_transformers(folder: Path, served: Served):
             if key in theirs[task]:
                 assert abs(ours[task][key] - theirs[task][key]) * 100 <= POINTS, shown
     assert ours["recall"]["perplexity,none"] == pytest.approx(theirs["recall"]["perplexity,none"], rel=1e-3)
-    assert 0.4 < theirs["counting"]["acc,none"] < 1
+    # a task that no model fails, or that all fail, would show nothing
+    assert 0.4 < theirs["recall"]["acc,none"] < 1
 
 
 def test_generation_through_both_endpoints(folder: Path, served: Served):

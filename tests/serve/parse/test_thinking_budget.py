@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from auraflux.engine.thinking import ThinkingMatcher
 from auraflux.serve.chat.conversation import Conversation, Format
 from auraflux.serve.chat.deltas import Content, Reasoning
 from auraflux.serve.chat.structured_output import grammar_for
 from auraflux.serve.parse.find import BY_TEMPLATE, PLAIN
 from auraflux.serve.parse.syntax import Syntax
 from auraflux.tokenizer.grammar import GrammarCompiler
-from auraflux.tokenizer.thinking import ThinkingMatcher
 from auraflux.tokenizer.tokenizer import Tokenizer
 from tests.tokenizer.toy_tokenizers import byte_level
 

@@ -70,7 +70,7 @@ class ThinkingMatcher:
 
     @property
     def done(self) -> bool:
-        """Whether the answer is complete by its grammar."""
+        """Return whether the answer is complete by its grammar."""
         return self._inner is not None and self._inner.done
 
     def mask(self) -> Tensor:
