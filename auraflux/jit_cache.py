@@ -18,7 +18,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from llvmlite import binding as llvm
 from numba.core import caching, ccallback, config, dispatcher, registry
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompileResult
+from numba.core.runtime import rtsys
 
 from auraflux.errors import SettingsError
 from auraflux.machine import cache_folder
@@ -146,10 +150,50 @@ def _say_unwritten(folder: str, err: Exception) -> None:
         log.warning("Compiled kernels cannot be cached in %s: %s.", folder, reason)
 
 
+class _StoredCode(JITCodeLibrary):
+    """Machine code from a file. Numba would also parse its bitcode, which is needed only to link it into other code."""
+
+    def __init__(self, codegen: Any, name: str, code: bytes):
+        super().__init__(codegen, name)
+        self._code, self._finalized = code, True
+        engine = codegen._engine
+        engine._ee.add_object_file(llvm.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+
+    def defines(self, name: str) -> bool:
+        """Return whether the table of names has a name, which ends with a zero byte there."""
+        return name.encode() + b"\0" in self._code
+
+    def get_pointer_to_function(self, name: str) -> int:
+        # LLVM exits the process when it is asked for a name that nothing defines
+        return int(self.codegen._engine.get_function_address(name)) if self.defines(name) else 0
+
+
+def rebuild(target_context: Any, stored: tuple[Any, ...]) -> Any:
+    """Load what `CompileResult._reduce` returned.
+
+    Numba's own caches refresh all registries of types and functions before, which only a compilation needs.
+    """
+    rtsys.initialize(target_context)
+    (name, _, (code, _)), descriptor, environment, signature, in_objects, lifted, _, reload_init, others = stored
+    library = _StoredCode(target_context.codegen(), name, code)
+    entry = target_context.get_executable(library, descriptor, environment)
+    for each in others:
+        if library.defines(each.env_name):
+            library.codegen.set_env(each.env_name, each)
+    facts = {"library": library, "environment": environment, "entry_point": entry, "fndesc": descriptor, "signature": signature}
+    facts |= {"objectmode": in_objects, "lifted": lifted, "reload_init": reload_init, "referenced_envs": others}
+    contexts = {"target_context": target_context, "typing_context": target_context.typing_context}
+    return CompileResult(**{**dict.fromkeys(CompileResult._fields), **facts, **contexts})
+
+
 class _Found(caching.CompileResultCacheImpl):
     """Looks only in the chosen folder."""
 
     _locator_classes = [caching.UserProvidedCacheLocator]  # noqa: RUF012
+
+    def rebuild(self, target_context: Any, payload: Any) -> Any:
+        return rebuild(target_context, payload)
 
 
 class _KernelCache(caching.FunctionCache):
@@ -160,6 +204,9 @@ class _KernelCache(caching.FunctionCache):
     def __init__(self, function: Any):
         super().__init__(function)
         self._cache_file = _Files(str(self._cache_path), self._impl.filename_base)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        return self._load_overload(sig, target_context)
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:

@@ -1,8 +1,11 @@
 """Parallel compilation of a model's CPU kernels before its first step."""
 
 import copy
+import hashlib
 import logging
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +17,14 @@ from auraflux.engine.engine import Engine
 from auraflux.engine.sampler import Sampler, SamplerState
 from auraflux.engine.sampling import Sampling
 from auraflux.ops.simd.compile.ahead import collect_kernels, compile_all
+from auraflux.ops.simd.compile.cache_folder import CACHE_FOLDER, PREBUILT
 from auraflux.ops.simd.jit import Kernel
 from auraflux.progress import Report
 
 log = logging.getLogger("auraflux")
 
 PROMPT = 16  # tokens
+STORED = ".stored"  # of the empty files that name models whose kernels are all compiled
 
 
 def compile_kernels(
@@ -33,7 +38,8 @@ def compile_kernels(
     report: Report,
 ) -> Any:
     """Compile the kernels of a model and return the result of `calibrate`, which runs once its own kernels are compiled."""
-    first, kernels, later = kernels_of(model, shapes, settings, exact=exact, calibrate=calibrate is not None, dtype=dtype)
+    chosen = {"exact": exact, "calibrate": calibrate is not None, "dtype": dtype}
+    first, kernels, later = _missing(model, shapes, settings, chosen)
     found: list[Any] = []
 
     def progress(name: str, done: int, total: int) -> None:
@@ -48,6 +54,22 @@ def compile_kernels(
 
     compile_all(kernels, progress, later, first, meanwhile)
     return found[0]
+
+
+def _missing(
+    model: Any, shapes: list[Any], settings: CacheSettings, chosen: dict[str, Any]
+) -> tuple[list[Kernel], list[Kernel], list[Kernel]]:
+    """Return what `kernels_of` finds; nothing if an earlier process found all of them stored."""
+    facts = model.config, [*map(_signature, model.layers)], shapes, settings, chosen, None if PREBUILT is None else PREBUILT.folder
+    note = Path(CACHE_FOLDER, hashlib.sha256(repr(facts).encode()).hexdigest()[:32]).with_suffix(STORED)
+    if CACHE_FOLDER and note.exists():
+        return [], [], []
+    found = kernels_of(model, shapes, settings, **chosen)
+    if CACHE_FOLDER and found[1] and all(kernel.is_cached() for kernels in found for kernel in kernels):
+        # without the note the next process lists them again
+        with suppress(OSError):
+            note.touch()
+    return found
 
 
 def kernels_of(

@@ -6,7 +6,7 @@ with its merges in the file.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -109,16 +109,19 @@ def _byte_level(fields: Fields, tokens: list[str]) -> Tokenizer:
 
 
 def _listed(fields: Fields, tokens: list[str]) -> list[tuple[str, str]]:
-    vocabulary = set(tokens)
-    return [_pair(merge, vocabulary) for merge in _strings(fields, "merges")]
+    vocabulary, merges = set(tokens), _strings(fields, "merges")
+    pairs = [(left, right) for left, _, right in [merge.partition(" ") for merge in merges]]
+    if not (vocabulary.issuperset(chain.from_iterable(pairs)) and vocabulary.issuperset(map("".join, pairs))):
+        _refuse_unknown(merges, pairs, vocabulary)
+    return pairs
 
 
-def _pair(merge: str, vocabulary: set[str]) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    for part in (left, right, left + right):
-        if part not in vocabulary:
-            raise FormatError(f"The GGUF file merges {merge!r}, but has no token {part!r}.")
-    return left, right
+def _refuse_unknown(merges: list[str], pairs: list[tuple[str, str]], vocabulary: set[str]) -> None:
+    """Raise for the first merge of something that is no token."""
+    for merge, (left, right) in zip(merges, pairs, strict=True):
+        for part in (left, right, left + right):
+            if part not in vocabulary:
+                raise FormatError(f"The GGUF file merges {merge!r}, but has no token {part!r}.")
 
 
 def _scored(fields: Fields, tokens: list[str], types: list[int]) -> list[tuple[str, str]]:

@@ -20,11 +20,10 @@ import numba
 from llvmlite import binding as llvm
 from llvmlite import ir
 from numba.core import caching
-from numba.core.compiler import CompileResult
 from numba.core.registry import CPUDispatcher
 from numba.core.serialize import dumps
 
-from auraflux.jit_cache import read_entry, with_digest
+from auraflux.jit_cache import read_entry, rebuild, with_digest
 from auraflux.ops.simd.compile.levels import LEVELS, Level, level_for
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.processor import config, cpu_features, machine
@@ -60,7 +59,7 @@ class Prebuilt:
         # an unreadable entry is compiled again, as in the JIT cache
         with suppress(Exception):
             data = read_entry(self.path(function, signature))
-            return None if data is None else CompileResult._rebuild(target_context, *pickle.loads(data))
+            return None if data is None else rebuild(target_context, pickle.loads(data))
         return None
 
     def save(self, function: Any, signature: Any, compiled: Any) -> None:
@@ -122,7 +121,6 @@ class PrebuiltCache(caching._Cache):
         return self._cache.cache_path
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        target_context.refresh()
         found = self._prebuilt.load(self._function, sig, target_context)
         return self._cache.load_overload(sig, target_context) if found is None else found
 
