@@ -18,11 +18,13 @@ from auraflux.bench.random_weights import RandomWeights, _filled
 from auraflux.bench.shapes import shape_of
 from auraflux.cache import CacheSettings
 from auraflux.engine.compile_kernels import kernels_of
+from auraflux.ops.layout.gguf import BlockForm
+from auraflux.ops.layout.gguf import _kernel as convert_kernel
 from auraflux.ops.simd.compile.ahead import collect_kernels
 from auraflux.ops.simd.jit import Kernel
 from auraflux.ops.simd.replay import call_cache, record
 from auraflux.ops.simd.threads import compile_launch
-from auraflux.quant import QTensor, gguf_blocks
+from auraflux.quant import QTensor, gguf_blocks, super_blocks
 
 CACHES = ("k4v4", "k8v4", "k8v8", "none")
 AFFINE = [(bits, group, torch.bfloat16) for bits in (4, 8) for group in (32, 64)] + [(4, 128, torch.float16)]
@@ -74,6 +76,7 @@ def kernels() -> Iterator[Kernel]:
         yield from _of_model(DENSE[0], form, "none")
         yield from _of_model(MIXTURE, form, "none")
     yield from _of_model(DELTA, AFFINE[1], "k4v4")
+    yield from _of_files()
     yield from _of_modules()
 
 
@@ -86,6 +89,15 @@ def _of_model(config: dict[str, Any], form: Any, kv: str, exact: bool = False) -
     calibrate = kv != "none"
     for some in kernels_of(model, shapes, settings, exact=exact, calibrate=calibrate, dtype=torch.float32):
         yield from some
+
+
+def _of_files() -> Iterator[Kernel]:
+    """Iterate over the kernels that load GGUF files: matrices to interleaved rows, experts to rows in order."""
+    for kind in GGUF:
+        for in_lanes in (True, False):
+            yield convert_kernel(BlockForm(kind, False, in_lanes))[0]
+        if kind.lower() in super_blocks.FORMATS:
+            yield convert_kernel(BlockForm(kind, True, True))[0]
 
 
 def _of_modules() -> Iterator[Kernel]:

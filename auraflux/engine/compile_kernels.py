@@ -60,7 +60,14 @@ def _missing(
     model: Any, shapes: list[Any], settings: CacheSettings, chosen: dict[str, Any]
 ) -> tuple[list[Kernel], list[Kernel], list[Kernel]]:
     """Return what `kernels_of` finds; nothing if an earlier process found all of them stored."""
-    facts = model.config, [*map(_signature, model.layers)], shapes, settings, chosen, None if PREBUILT is None else PREBUILT.folder
+    facts = (
+        model.config,
+        [*map(_signature, model.layers)],
+        shapes,
+        settings,
+        chosen,
+        None if PREBUILT is None else PREBUILT.folder,
+    )
     note = Path(CACHE_FOLDER, hashlib.sha256(repr(facts).encode()).hexdigest()[:32]).with_suffix(STORED)
     if CACHE_FOLDER and note.exists():
         return [], [], []

@@ -17,8 +17,6 @@ from typing import Any
 
 import llvmlite
 import numba
-from llvmlite import binding as llvm
-from llvmlite import ir
 from numba.core import caching
 from numba.core.registry import CPUDispatcher
 from numba.core.serialize import dumps
@@ -66,16 +64,8 @@ class Prebuilt:
         """Write a function's machine code."""
         library, descriptor, environment, signed, in_objects, lifted, _, *rest = compiled._reduce()
         name, kind, (code, _) = library
-        reduced = (
-            (name, kind, (code, _names_of(compiled.library))),
-            descriptor,
-            environment,
-            signed,
-            in_objects,
-            lifted,
-            "",
-            *rest,
-        )
+        # without bitcode, which only links the function into another, and without printed types
+        reduced = (name, kind, (code, b"")), descriptor, environment, signed, in_objects, lifted, "", *rest
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path(function, signature).write_bytes(with_digest(dumps(reduced)))
 
@@ -94,20 +84,6 @@ def _described(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     raise TypeError(f"{value!r} is neither a function nor a type nor a plain value")
-
-
-def _names_of(library: Any) -> bytes:
-    """Return LLVM bitcode that only defines a library's names: Numba looks them up, and nothing links a kernel's code."""
-    module = ir.Module()
-    defined = library._get_module_for_linking()
-    for function in defined.functions:
-        if not function.is_declaration:
-            stub = ir.Function(module, ir.FunctionType(ir.VoidType(), []), function.name)
-            ir.IRBuilder(stub.append_basic_block()).ret_void()
-    for variable in defined.global_variables:
-        if not variable.is_declaration:
-            ir.GlobalVariable(module, ir.IntType(8), variable.name).initializer = ir.Constant(ir.IntType(8), 0)
-    return llvm.parse_assembly(str(module)).as_bitcode()
 
 
 class PrebuiltCache(caching._Cache):
