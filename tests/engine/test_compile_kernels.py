@@ -1,12 +1,15 @@
 """All kernels of a model are compiled before its first step."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from auraflux import load
-from auraflux.cache import AttentionShape
+from auraflux.cache import AttentionShape, CacheSettings
+from auraflux.engine import compile_kernels
 from auraflux.engine.compile_kernels import kernels_of
 from auraflux.ops.simd.jit import Kernel
 
@@ -35,3 +38,30 @@ def test_generation_needs_no_other_kernels(name: str, monkeypatch: pytest.Monkey
     assert {kernel.body.__name__ for kernel in first} & {"attend", "attend_window", "append_rows"} == set()
     assert bool(first) == any(type(shape) is AttentionShape for shape in engine.cache.shapes)
     assert set(first) < set(needed)
+
+
+def test_kernels_are_listed_until_all_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Stored(NamedTuple):
+        name: str
+
+        def is_cached(self) -> bool:
+            return self.name in stored
+
+    model = SimpleNamespace(config="a model", layers=[torch.zeros(2)])
+    chosen, settings, stored = {"exact": False, "calibrate": True, "dtype": torch.float32}, CacheSettings("k4v4"), {"a", "b"}
+    found, listed = ([Stored("a")], [Stored("a"), Stored("b")], [Stored("c")]), []
+    monkeypatch.setattr(compile_kernels, "CACHE_FOLDER", str(tmp_path))
+    monkeypatch.setattr(compile_kernels, "kernels_of", lambda *args, **options: listed.append(args) or found)
+
+    def missing(**changed: Any) -> Any:
+        return compile_kernels._missing(model, [], changed.pop("settings", settings), {**chosen, **changed})
+
+    assert (missing(), missing()) == (found, found)
+    stored.add("c")
+    assert (missing(), missing(), len(listed)) == (found, ([], [], []), 3)
+    # another model, another KV cache and other settings have kernels of their own
+    assert missing(settings=CacheSettings("k8v4")) == missing(exact=True) == found
+    model.layers = [torch.zeros(3)]
+    assert missing() == found
+    monkeypatch.setattr(compile_kernels, "CACHE_FOLDER", "")
+    assert missing() == missing() == found

@@ -31,6 +31,22 @@ def adding(number: int) -> Kernel:
     return add
 
 
+def allocating() -> Kernel:
+    """Return a kernel that adds 12 to an integer, by way of memory from Numba's runtime."""
+
+    @Kernel
+    def add(args, job, jobs):
+        (target,) = arguments(args, 1)
+        count = int64s(target, 1)[0] + 3
+        fours = np.empty(count, np.int64)
+        for i in range(count):
+            fours[i] = 4
+        for i in range(count):
+            int64s(target, 1)[0] += fours[i]
+
+    return add
+
+
 def result(kernel: Kernel) -> int:
     value = np.zeros(1, np.int64)
     kernel(1, value.ctypes.data)
@@ -45,11 +61,11 @@ def level() -> Level:
 
 @pytest.fixture
 def built(tmp_path: Path, level: Level, monkeypatch: pytest.MonkeyPatch) -> Prebuilt:
-    """Build kernels that add 1 and 2, and make them the prebuilt ones; there is no JIT cache."""
+    """Build kernels that add 1, 2 and 12, and make them the prebuilt ones; there is no JIT cache."""
     monkeypatch.setattr(cache_folder, "CACHE_FOLDER", "")
     monkeypatch.setattr(cache_folder, "PREBUILT", Prebuilt(tmp_path / "made", level, is_written=True))
-    for number in (1, 2):
-        adding(number).compile()
+    for kernel in (adding(1), adding(2), allocating()):
+        kernel.compile()
     found = Prebuilt(tmp_path / "made", level)
     monkeypatch.setattr(cache_folder, "PREBUILT", found)
     return found
@@ -62,7 +78,7 @@ def is_loaded(kernel: Kernel) -> bool:
 
 
 def test_prebuilt_kernels_are_loaded(built: Prebuilt):
-    assert len(list(built.folder.iterdir())) == 2
+    assert len(list(built.folder.iterdir())) == 3
     for number in (1, 2):
         kernel = adding(number)
         assert kernel.is_cached()
@@ -72,7 +88,7 @@ def test_prebuilt_kernels_are_loaded(built: Prebuilt):
     assert not adding(3).is_cached()
     assert not is_loaded(adding(3))
     assert result(adding(3)) == 3
-    assert len(list(built.folder.iterdir())) == 2
+    assert len(list(built.folder.iterdir())) == 3
 
 
 def test_prebuilt_kernels_serve_other_processes(built: Prebuilt):
@@ -82,11 +98,11 @@ from auraflux.ops.simd.compile import cache_folder
 from auraflux.ops.simd.compile.levels import Level
 from auraflux.ops.simd.compile.prebuilt import Prebuilt
 cache_folder.CACHE_FOLDER, cache_folder.PREBUILT = "", Prebuilt(Path({str(built.folder)!r}), Level("test", "", "", ()))
-from tests.ops.simd.test_prebuilt import adding, is_loaded, result
-print(is_loaded(adding(2)), result(adding(2)))
+from tests.ops.simd.test_prebuilt import adding, allocating, is_loaded, result
+print(is_loaded(adding(2)), result(adding(2)), is_loaded(allocating()), result(allocating()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3])
-    assert (done.stdout, done.stderr) == ("True 2\n", "")
+    assert (done.stdout, done.stderr) == ("True 2 True 12\n", "")
 
 
 @pytest.mark.parametrize("damage", [b"", b"x" * 100], ids=["empty", "foreign"])
