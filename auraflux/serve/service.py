@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from starlette.requests import Request as HttpRequest
+
 from auraflux.engine.request import Request
 from auraflux.engine.sampling import DefaultSampling, Sampling
 from auraflux.engine.thinking import ThinkingBudget
@@ -16,9 +18,11 @@ from auraflux.serve.chat.deltas import Finish
 from auraflux.serve.chat.output import ChatOutput, OutputParser, PlainTextParser
 from auraflux.serve.chat.structured_output import grammar_for, grammar_of
 from auraflux.serve.failures import Failure, check_finish, not_ready
+from auraflux.serve.keep_alive import parse_keep_alive
 from auraflux.serve.limits import Limits
-from auraflux.serve.metrics import Metrics, Tally
+from auraflux.serve.metrics import Metrics, ModelMetrics, Tally
 from auraflux.serve.parse import Syntax, find_syntax
+from auraflux.serve.services import KeepAlive, Listing
 from auraflux.serve.transport.link import Link, ModelFacts
 from auraflux.tokenizer.tokenizer import Tokenizer
 from auraflux.weights.formats.embedding import Embedding
@@ -37,14 +41,15 @@ RESERVED = ("self", "messages", "tools", "add_generation_prompt", "template")
 class Service:
     """Access to the model over a link, within limits.
 
+    aliases   other names of the model
     draining  whether the server is stopping: running requests finish, new ones are refused
     created   start time, in seconds since 1970
     """
 
-    def __init__(self, link: Link, limits: Limits | None = None):
-        self.link, self.limits = link, limits or Limits()
-        self.tally = Tally()
-        self.metrics = Metrics(self.tally, lambda: link.facts.name if link.facts else "", lambda: link.gauges)
+    def __init__(self, link: Link, limits: Limits | None = None, *, aliases: tuple[str, ...] = (), tally: Tally | None = None):
+        self.link, self.limits, self.aliases = link, limits or Limits(), aliases
+        self.tally = tally or Tally()
+        self.metrics = Metrics(lambda: [ModelMetrics(link.facts.name if link.facts else "", self.tally, link.gauges)])
         self.draining, self.created = False, int(time.time())
         self._outputs: set[ChatOutput] = set()
         self._idle = asyncio.Event()
@@ -97,7 +102,32 @@ class Service:
 
     def serves(self, name: str) -> bool:
         """Return whether `name` is the served model's, also with Ollama's tag."""
-        return self.facts.name in (name, name.removesuffix(":latest"))
+        return not {self.facts.name, *self.aliases}.isdisjoint((name, name.removesuffix(":latest")))
+
+    def knows(self, name: str) -> bool:
+        return self.serves(name)
+
+    async def select(self, request: HttpRequest, name: str | None, keep_alive: KeepAlive = None) -> "Service":
+        """Return this service if a request names its model, which always stays loaded."""
+        parse_keep_alive(keep_alive)
+        self.check_ready()
+        self.check_model(name)
+        return self
+
+    async def unload(self, name: str) -> bool:
+        self.check_model(name)
+        return False
+
+    async def listings(self) -> list[Listing]:
+        return [self.describe()]
+
+    async def listing(self, name: str) -> Listing:
+        self.check_model(name)
+        return self.describe()
+
+    def describe(self) -> Listing:
+        """Return the facts about the model that clients see."""
+        return Listing.of(self.facts, self.link.tokenizer, self.aliases)
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, wait for the running ones, and stop those that exceed the grace period."""

@@ -26,6 +26,7 @@ from auraflux.serve.openai.response_schema import Completion
 from auraflux.serve.openai.schema import CompletionRequest
 from auraflux.serve.operation import EVENTS, Operation
 from auraflux.serve.service import Service
+from auraflux.serve.services import Services
 from auraflux.serve.transport.body import read_body
 from auraflux.serve.transport.sse import DONE, EventStream, merge_outputs, run_until_disconnect
 from auraflux.serve.usage import timings_of, usage_of
@@ -35,13 +36,12 @@ MAX_TOKENS = 16
 Prompt = str | list[int]
 
 
-def routes(service: Service) -> list[Route]:
+def routes(services: Services) -> list[Route]:
     """Return the completions route."""
 
     async def complete(request: Request) -> Response:
-        body = await read_body(request, CompletionRequest, service.limits)
-        service.check_ready()
-        service.check_model(body.model)
+        body = await read_body(request, CompletionRequest, services.limits)
+        service = await services.select(request, body.model)
         _check(body)
         prompts, count = _prompts(body), body.n or 1
         at_most("prompt", len(prompts), service.limits.prompts)

@@ -118,12 +118,14 @@ class ServedModel(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int = Field(description="Most tokens of prompt and answer together.")
-    vocab_size: int
+    aliases: list[str]
+    loaded: bool
+    max_model_len: int | None = Field(description="Most tokens of prompt and answer together; null if not known yet.")
+    vocab_size: int | None
     model_type: str
-    kv: str = Field(description="Format of the KV cache.")
-    device: str
-    default_sampling: DefaultSampling
+    kv: str | None = Field(description="Format of the KV cache; this and what follows is null before the model is loaded.")
+    device: str | None
+    default_sampling: DefaultSampling | None
 
 
 class ModelList(BaseModel):

@@ -17,6 +17,7 @@ from auraflux.serve.app import make_app
 from auraflux.serve.auth import Access
 from auraflux.serve.limits import Limits
 from auraflux.serve.service import Service
+from auraflux.serve.services import Services
 from auraflux.serve.transport.pipe import PipeLink
 from auraflux.tokenizer.template_process import process as template_process
 
@@ -65,8 +66,8 @@ def set_up_log(as_json: bool) -> None:
 class Server(uvicorn.Server):
     """A uvicorn server that drains running requests before it closes connections."""
 
-    def __init__(self, service: Service, settings: HttpSettings):
-        app = make_app(service, settings.access)
+    def __init__(self, services: Services, settings: HttpSettings):
+        app = make_app(services, settings.access)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -78,14 +79,14 @@ class Server(uvicorn.Server):
                 server_header=False,
             )
         )
-        self.service, self.settings = service, settings
+        self.services, self.settings = services, settings
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, drain running requests, then close."""
         for server in self.servers:
             server.close()
         started = time.monotonic()
-        await self.service.drain(self.settings.grace_s)
+        await self.services.drain(self.settings.grace_s)
         # slow clients may still be reading
         left = max(0.0, self.settings.grace_s - (time.monotonic() - started))
         self.config.timeout_graceful_shutdown = int(left) + EXTRA_GRACE_S

@@ -72,15 +72,22 @@ def _join(outputs: deque[Output]) -> Output:
 class PipeLink:
     """The model, as the HTTP process sees it.
 
-    waiting  most requests in the queue
-    on_stop  called when the model process sends STOP or ends
+    waiting   most requests in the queue
+    on_stop   called when the model process sends STOP or ends
+    on_ready  called when the model became available or unavailable
     """
 
-    def __init__(self, connection: Connection, waiting: int, on_stop: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        connection: Connection,
+        waiting: int,
+        on_stop: Callable[[], None] = lambda: None,
+        on_ready: Callable[[], None] = lambda: None,
+    ):
         self.facts: ModelFacts | None = None
         self.tokenizer: Tokenizer | None = None
         self.gauges, self.unavailable_reason = Gauges(), LOADING
-        self.waiting, self.on_stop = waiting, on_stop
+        self.waiting, self.on_stop, self._on_ready = waiting, on_stop, on_ready
         self._connection, self._count = connection, 0
         self._streams: dict[int, PipeOutputStream] = {}
         self._placements: list[asyncio.Future[PlacementResult]] = []
@@ -131,8 +138,10 @@ class PipeLink:
                     self._push(number, Output(*values))
             case (str(kind), ModelFacts() as facts, tokenizer) if kind == READY:
                 self.facts, self.tokenizer = facts, tokenizer
+                self._on_ready()
             case (str(kind), str(reason)) if kind == UNAVAILABLE:
                 self.facts, self.unavailable_reason = None, reason
+                self._on_ready()
             case (str(kind),) if kind == STOP:
                 self.on_stop()
             case (str(kind), placed) if kind == EXPERTS_PLACED:
