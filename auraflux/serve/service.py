@@ -18,6 +18,7 @@ from auraflux.serve.chat.deltas import Finish
 from auraflux.serve.chat.output import ChatOutput, OutputParser, PlainTextParser
 from auraflux.serve.chat.structured_output import grammar_for, grammar_of
 from auraflux.serve.failures import Failure, check_finish, not_ready
+from auraflux.serve.fill_in_middle import find_fill_tokens
 from auraflux.serve.keep_alive import parse_keep_alive
 from auraflux.serve.limits import Limits
 from auraflux.serve.metrics import Metrics, ModelMetrics, Tally
@@ -172,9 +173,11 @@ class Service:
         count: int,
         user: str,
         prompt_logprobs: int | None = None,
+        suffix: str = "",
     ) -> list[ChatOutput]:
         """Start `count` completions of each prompt; those of one prompt are adjacent.
 
+        suffix           text after the completion, which then fills in the middle
         prompt_logprobs  number of most likely tokens to report with each prompt token; None for no log probabilities
         """
         self.check_ready()
@@ -183,10 +186,22 @@ class Service:
         def prepare() -> list[Request]:
             grammar = grammar_of(format) if format is not None else None
             settings = replace(sampling, grammar=grammar)
+            if suffix:
+                return [self._filling(prompt, suffix, settings, user) for prompt in prompts]
             tokens = [self._tokens(prompt) for prompt in prompts]
             return [Request(each, settings, user=user, prompt_logprobs=prompt_logprobs) for each in tokens]
 
         return self._submit(await asyncio.to_thread(prepare), count, PlainTextParser)
+
+    def _filling(self, prompt: str | Sequence[int], suffix: str, sampling: Sampling, user: str) -> Request:
+        """Return the request to fill in between a prompt and a suffix."""
+        fill = find_fill_tokens(self.tokenizer)
+        if fill is None:
+            raise InputError(f"The model {self.facts.name} cannot fill in the middle: its vocabulary has no tokens for that.")
+        if not isinstance(prompt, str):
+            raise InputError("suffix needs a prompt of text, not of tokens.")
+        tokens = tuple(fill.prompt(self.tokenizer, prompt, suffix))
+        return Request(tokens, sampling, user=user, stop_token_ids=self.facts.eos_token_ids | fill.stop_ids)
 
     @property
     def embedding(self) -> Embedding:

@@ -1,13 +1,14 @@
 """`Services`: the models that requests can name, and what is known of each before it is loaded."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from starlette.requests import Request
 
 from auraflux.engine.sampling import DefaultSampling
+from auraflux.serve.fill_in_middle import find_fill_tokens
 from auraflux.serve.limits import Limits
 from auraflux.serve.transport.link import ModelFacts
 from auraflux.tokenizer.tokenizer import Tokenizer
@@ -50,6 +51,7 @@ class Listing:
     default_sampling  settings of requests that leave them out; None before it is loaded
     loaded            None while it is not
     aliases           other names
+    fills_middle      whether it can fill in the middle
     """
 
     name: str
@@ -61,7 +63,8 @@ class Listing:
     templates: Mapping[str, str] | None = None
     default_sampling: DefaultSampling | None = None
     loaded: Loaded | None = None
-    aliases: tuple[str, ...] = field(default=())
+    aliases: tuple[str, ...] = ()
+    fills_middle: bool = False
 
     @classmethod
     def of(cls, facts: ModelFacts, tokenizer: Tokenizer | None, aliases: tuple[str, ...] = ()) -> "Listing":
@@ -77,6 +80,7 @@ class Listing:
             facts.default_sampling,
             Loaded(facts.kv, facts.device, facts.vocab),
             aliases,
+            tokenizer is not None and find_fill_tokens(tokenizer) is not None,
         )
 
 

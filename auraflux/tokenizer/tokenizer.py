@@ -92,15 +92,21 @@ class Tokenizer:
         """Build the tokenizer from the metadata of a GGUF file."""
         inner, fields = read_vocabulary(metadata), fields_of(metadata, "the GGUF file")
         tokens = metadata["tokenizer.ggml.tokens"]
-        ids = {key: _gguf_id(fields, key, len(tokens)) for key in ("bos", "eos", "unknown", "padding", "eot", "eom")}
-        called = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+        fill = {f"fim_{part}": f"fim_{part}_token" for part in ("pre", "suf", "mid")}
+        called = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", **fill}
+        ids = {key: _gguf_id(fields, key, len(tokens)) for key in (*called, "eot", "eom")}
+        templates = {
+            key.removeprefix("tokenizer.chat_template").strip(".") or "default": fields.read(key, SOURCE)
+            for key in fields
+            if key == "tokenizer.chat_template" or key.startswith("tokenizer.chat_template.")
+        }
         return cls(
             inner,
             names={name: tokens[number] for key, name in called.items() if (number := ids[key]) is not None},
             ends={number for key in ("eos", "eot", "eom") if (number := ids[key]) is not None},
             first=ids["bos"] if adds_bos(metadata) else None,
             last=ids["eos"] if fields.get("tokenizer.ggml.add_eos_token", FLAG, False) else None,
-            templates=gguf_templates(metadata),
+            templates=templates,
         )
 
     @cached_property
@@ -189,21 +195,6 @@ class Tokenizer:
             return frozenset()
         found = max((token for token in self._added if rest.startswith(token)), key=len, default=None)
         return frozenset() if found is None else frozenset({self._added[found]})
-
-
-def folder_templates(folder: Path) -> dict[str, str]:
-    """Return the chat templates of a model folder by name."""
-    return _templates(folder, read_fields(folder, CONFIG))
-
-
-def gguf_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates in the metadata of a GGUF file by name."""
-    fields, prefix = fields_of(metadata, "the GGUF file"), "tokenizer.chat_template"
-    return {
-        key.removeprefix(prefix).strip(".") or "default": fields.read(key, SOURCE)
-        for key in fields
-        if key == prefix or key.startswith(f"{prefix}.")
-    }
 
 
 def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:

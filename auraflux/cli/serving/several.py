@@ -1,6 +1,7 @@
 """`auraflux serve` with several models: its options, and the process of each model."""
 
 import logging
+import os
 import signal
 import socket
 from collections.abc import Mapping
@@ -122,11 +123,9 @@ def serve_models(
     catalog: "Catalog", listening: socket.socket, where: str, settings: "HttpSettings", chosen: Mapping[str, Any]
 ) -> None:
     """Serve several models in this process until a signal arrives; each model has a process of its own."""
-    from auraflux.machine import free_nbytes
     from auraflux.serve.several.serving import run
-    from auraflux.weights.experts.settings import format_nbytes, parse_nbytes
+    from auraflux.weights.experts.settings import format_nbytes
 
-    check_sizes({"models_memory": catalog.memory})
     every = {entry.name: settings_of(entry, chosen) for entry in catalog.entries}
     for name, own in every.items():
         try:
@@ -134,10 +133,24 @@ def serve_models(
             cache_settings(own)
         except AurafluxError as err:
             raise InputError(f"models.{name}: {err}") from err
-    memory = int(free_nbytes() * MEMORY_SHARE) if catalog.memory is None else parse_nbytes(catalog.memory)
+    memory = _memory(catalog)
     names = ", ".join(entry.name + (" (pinned)" if entry.pinned else "") for entry in catalog.entries)
-    log.info("listening on %s: %d models, loaded on demand into %s: %s", where, len(every), format_nbytes(memory), names)
+    log.info("listening on %s (process %d); models are loaded on demand: %s", where, os.getpid(), names)
+    log.info("memory for models: %s; chat page %s/, OpenAI's clients %s/v1", format_nbytes(memory), where, where)
     run(catalog, partial(run_model, every, settings.log_json), memory, listening, settings)
+
+
+def _memory(catalog: "Catalog") -> int:
+    """Return the bytes for all loaded models."""
+    from auraflux.machine import free_nbytes
+    from auraflux.weights.experts.settings import parse_nbytes
+
+    if catalog.memory is None:
+        return int(free_nbytes() * MEMORY_SHARE)
+    try:
+        return parse_nbytes(catalog.memory)
+    except SettingsError as err:
+        raise SettingsError(f"the memory for models (memory of the file, --models-memory): {err}") from err
 
 
 def run_model(

@@ -46,7 +46,7 @@ def routes(services: Services) -> list[Operation]:
     async def generate(request: Request) -> Response:
         body = await read_body(request, GenerateRequest, services.limits)
         check_generate(body)
-        if not body.prompt:
+        if not body.prompt and not body.suffix:
             return await _load(services, request, body, generate_fields)
         service = await services.select(request, body.model, body.keep_alive)
         output = await _generate(service, body, caller(request))
@@ -81,7 +81,7 @@ async def _load(
 
 async def _generate(service: Service, body: GenerateRequest, user: str) -> ChatOutput:
     """Start the answer to a prompt: as a user's message, or raw, also for a model without a chat template."""
-    if not body.raw and (body.system or service.tokenizer.templates):
+    if not body.raw and not body.suffix and (body.system or service.tokenizer.templates):
         asked = prompt_request(service, body)
         [output] = await service.chat(to_conversation(asked, service.limits, user, service.default_sampling))
         return output
@@ -89,7 +89,8 @@ async def _generate(service: Service, body: GenerateRequest, user: str) -> ChatO
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = to_sampling(fields, service.default_sampling, max_tokens=fields.max_tokens, logprobs=logprobs)
     format = to_format(fields.response_format, None)
-    [output] = await service.complete([body.prompt or ""], sampling, format=format, count=1, user=user)
+    prompts, suffix = [body.prompt or ""], body.suffix or ""
+    [output] = await service.complete(prompts, sampling, format=format, count=1, user=user, suffix=suffix)
     return output
 
 

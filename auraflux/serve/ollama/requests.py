@@ -29,8 +29,6 @@ def check_generate(body: GenerateRequest) -> None:
     """Refuse the fields of a generate request that change its meaning and are not supported."""
     if body.images:
         raise InputError("images are not supported: this model takes text only.")
-    if body.suffix:
-        raise InputError("suffix is not supported: generation is left to right only.")
     if body.template:
         raise InputError("template is not supported: give a complete prompt with raw: true instead.")
     if body.context:
@@ -45,7 +43,7 @@ def capabilities(model: Listing) -> list[str]:
     if templates is None:
         return ["completion"]
     syntax = find_syntax(model.model_type, templates.get("tool_use") or templates.get("default"))
-    found = ["completion"]
+    found = ["completion", *(["insert"] if model.fills_middle else [])]
     if "tool_use" in templates or "tools" in templates.get("default", ""):
         found.append("tools")
     if templates and (syntax.may_think or syntax.reply_channels is not None):

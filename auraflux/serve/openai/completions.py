@@ -52,7 +52,8 @@ def routes(services: Services) -> list[Route]:
         user = caller(request, body.user)
         echoes = _echoes(service, prompts) if body.echo else None
         scored = _scored(body)
-        outputs = await service.complete(prompts, sampling, format=format, count=count, user=user, prompt_logprobs=scored)
+        about: dict[str, Any] = {"user": user, "prompt_logprobs": scored, "suffix": body.suffix or ""}
+        outputs = await service.complete(prompts, sampling, format=format, count=count, **about)
         completions = _CompletionOutputs(service, outputs, count, echoes, body)
         if body.stream:
             include_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -68,8 +69,8 @@ def routes(services: Services) -> list[Route]:
 
 
 def _check(body: CompletionRequest) -> None:
-    if body.suffix:
-        raise InputError("suffix is not supported: generation is left to right only.")
+    if body.suffix and (body.echo or body.prompt_logprobs is not None):
+        raise InputError("echo and prompt_logprobs are not supported together with suffix: leave them out.")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InputError(f"best_of={body.best_of} is not supported: all generated completions are returned, so use n instead.")
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:

@@ -7,9 +7,10 @@ from typing import Any
 
 from auraflux.errors import AurafluxError
 from auraflux.loading.default_sampling import default_sampling
+from auraflux.serve.fill_in_middle import find_fill_tokens
 from auraflux.serve.services import Listing
 from auraflux.serve.several.catalog import Entry
-from auraflux.tokenizer.tokenizer import folder_templates, gguf_templates
+from auraflux.tokenizer.tokenizer import Tokenizer
 from auraflux.weights.download.local_models import local_models
 from auraflux.weights.download.pull import find_local
 from auraflux.weights.formats.checkpoint import open_checkpoint
@@ -29,13 +30,15 @@ def describe_files(entry: Entry) -> Listing:
         if path is None:
             return Listing(model_type=UNKNOWN, context=None, **known)
         headers, checkpoint = read_headers(path), open_checkpoint(path)
+        tokenizer = _tokenizer(path, checkpoint)
         return Listing(
             model_type=str(checkpoint.config.get("model_type", headers.model_type)),
             context=headers.context,
             headers=headers,
             path=path,
             embedding=read_embedding(path),
-            templates=_templates(path, checkpoint),
+            templates=None if tokenizer is None else tokenizer.templates,
+            fills_middle=tokenizer is not None and find_fill_tokens(tokenizer) is not None,
             default_sampling=default_sampling(checkpoint, {}),
             **known,
         )
@@ -44,8 +47,8 @@ def describe_files(entry: Entry) -> Listing:
         return Listing(model_type=UNKNOWN, context=None, **known)
 
 
-def _templates(path: Path, checkpoint: Checkpoint) -> dict[str, str]:
+def _tokenizer(path: Path, checkpoint: Checkpoint) -> Tokenizer | None:
     if path.is_dir():
-        return folder_templates(path)
+        return Tokenizer.from_folder(path)
     metadata: Mapping[str, Any] = checkpoint.metadata  # type: ignore[attr-defined]
-    return gguf_templates(metadata)
+    return Tokenizer.from_gguf(metadata)

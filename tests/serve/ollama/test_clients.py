@@ -115,7 +115,7 @@ def test_errors_reach_the_client(client: Any, link: FakeLink):
         (lambda: client.chat("other", HELLO), 404, "not served here"),
         (lambda: client.delete("other"), 403, "--manage-models"),
         (lambda: client.chat(NAME, HELLO, options={"temperature": -1}), 400, "options.temperature"),
-        (lambda: client.embed(NAME, "x"), 404, "Unknown path"),
+        (lambda: client.embed(NAME, "x"), 400, "not an embedding model"),
     ):
         with pytest.raises(ollama.ResponseError, match=message) as refused:
             call()

@@ -89,7 +89,7 @@ def test_invalid_options_of_a_model_are_refused(settings: dict, message: str):
         (["--models", "/nowhere"], "cannot be read"),
         (["org/name", "--models", "/nowhere"], "give either the model"),
         (["--models", "FOLDER", "--name", "x"], "--name is not supported with several models"),
-        (["--models", "FOLDER", "--models-memory", "much"], "--models-memory"),
+        (["--models", "FOLDER", "--models-memory", "much"], "--models-memory): 'much'"),
         (["--models", "FOLDER", "--keep-alive", "soon"], "keep_alive is 'soon'"),
         (["--models", "FOLDER", "--ray"], "--ray serves replicas of one model"),
     ],
@@ -116,7 +116,7 @@ def test_models_of_a_folder(tmp_path: Path):
             assert (shown["details"]["family"], shown["capabilities"]) == ("llama", ["completion"])
             answer = client.completions.create(model="small", prompt="hello", max_tokens=4)
             assert (answer.model, answer.usage.completion_tokens) == ("small", 4)
-            with pytest.raises(openai.InternalServerError, match="cannot be loaded: .*'nothing'"):
+            with pytest.raises(openai.InternalServerError, match=r"cannot be loaded: .*'nothing'"):
                 client.completions.create(model="broken", prompt="hello", max_tokens=4)
         [running] = httpx.get(f"{served.url}/api/ps").json()["models"]
         planned, used = planned_and_used(served.url, served.popen.pid)
