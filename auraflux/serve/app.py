@@ -22,7 +22,7 @@ from auraflux.serve.leases import LeaseMiddleware
 from auraflux.serve.metrics import CONTENT_TYPE
 from auraflux.serve.ollama import answers, embed
 from auraflux.serve.ollama import models as managed
-from auraflux.serve.openai import chat, completions, embeddings, models, responses
+from auraflux.serve.openai import chat, completions, embeddings, models, rerank, responses
 from auraflux.serve.openai.response_schema import State
 from auraflux.serve.openapi import document
 from auraflux.serve.operation import Operation
@@ -40,6 +40,7 @@ def make_app(services: Services, access: Access | None = None) -> Starlette:
         *chat.routes(services),
         *completions.routes(services),
         *embeddings.routes(services),
+        *rerank.routes(services),
         *responses.routes(services),
         *messages.routes(services),
         *models.routes(services),

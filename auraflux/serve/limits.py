@@ -16,7 +16,7 @@ class Limits:
     messages        per conversation
     parts           per message
     prompts         per completion request
-    embeddings      inputs per embedding request
+    embeddings      inputs per embedding request, and documents per rerank request
     answers         per prompt (`n`)
     stops           stop strings
     biases          tokens with a logit_bias

@@ -229,7 +229,11 @@ class Service:
             found = [self._tokens(prompt + text if isinstance(text, str) else text) for text in inputs]
             return [Request(each[:most] if truncate else each, user=user, pooling=pooling) for each in found]
 
-        requests = [self._fitted(request) for request in await asyncio.to_thread(prepare)]
+        return await self.pool(await asyncio.to_thread(prepare))
+
+    async def pool(self, requests: Sequence[Request]) -> list[ChatOutput]:
+        """Return the finished outputs of requests with `pooling`."""
+        requests = [self._fitted(request) for request in requests]
         outputs: list[ChatOutput] = []
         # more would fill the queue
         free = asyncio.Semaphore(self.facts.max_sequences)

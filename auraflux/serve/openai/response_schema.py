@@ -183,3 +183,21 @@ class ExpertPlacementResponse(BaseModel):
 
 class State(BaseModel):
     status: str
+
+
+class RankedResult(BaseModel):
+    """A document with its relevance from 0 to 1."""
+
+    index: int
+    relevance_score: float
+    document: dict[str, str] | None = None
+
+
+class Ranking(BaseModel):
+    """Documents, the most relevant first."""
+
+    id: str
+    model: str
+    usage: dict[str, int]
+    meta: dict[str, Any]
+    results: list[RankedResult]
