@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,6 +18,8 @@ from auraflux.errors import AurafluxError
 from auraflux.serve import page
 from auraflux.serve.anthropic import messages
 from auraflux.serve.auth import Access, AuthMiddleware, RequestIdMiddleware
+from auraflux.serve.batch import routes as batch
+from auraflux.serve.batch.batches import Batches
 from auraflux.serve.failures import Failure, error_response, failure_of
 from auraflux.serve.leases import LeaseMiddleware
 from auraflux.serve.metrics import CONTENT_TYPE
@@ -33,8 +36,8 @@ PUBLIC = ("/", "/health", "/ready")
 STATIC = "/static/"
 
 
-def make_app(services: Services, access: Access | None = None) -> Starlette:
-    """Return the ASGI application of the models."""
+def make_app(services: Services, access: Access | None = None, batches: Batches | None = None) -> Starlette:
+    """Return the ASGI application of the models; `batches` keeps clients' files and runs their batches."""
     access = access or Access()
     api = [
         *chat.routes(services),
@@ -47,6 +50,7 @@ def make_app(services: Services, access: Access | None = None) -> Starlette:
         *answers.routes(services),
         *embed.routes(services),
         *managed.routes(services, access.manage_models),
+        *batch.routes(services, batches),
         *_state_routes(services),
     ]
     middleware = [Middleware(RequestIdMiddleware, error_response=error_response_for)]
@@ -54,11 +58,19 @@ def make_app(services: Services, access: Access | None = None) -> Starlette:
         middleware.append(Middleware(CORSMiddleware, allow_origins=access.origins, allow_methods=["*"], allow_headers=["*"]))
     middleware.append(Middleware(AuthMiddleware, access=access, is_public=_is_public, error_response=error_response_for))
     middleware.append(Middleware(LeaseMiddleware))
-    return Starlette(
-        routes=[*api, _document_route(api), *page.routes()],
-        middleware=middleware,
-        exception_handlers={AurafluxError: _handle_error, HTTPException: _handle_error},
-    )
+    return _application([*api, _document_route(api), *page.routes()], middleware)
+
+
+def make_inner_app(services: Services) -> Starlette:
+    """Return the application for requests from within its process, such as those of a batch: without authentication."""
+    api = [each.routes(services) for each in (chat, completions, embeddings, rerank, responses)]
+    middleware = [Middleware(RequestIdMiddleware, error_response=error_response_for), Middleware(LeaseMiddleware)]
+    return _application([route for routes in api for route in routes], middleware)
+
+
+def _application(routes: list[BaseRoute], middleware: list[Middleware]) -> Starlette:
+    handlers: dict[Any, Any] = {AurafluxError: _handle_error, HTTPException: _handle_error}
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
 def _state_routes(services: Services) -> list[Operation]:

@@ -29,7 +29,18 @@ MEMORY_SHARE = 0.8  # of the free memory, for models
 # options of the server, which a model cannot have for itself
 OF_THE_SERVER = (
     *("host", "port", "ollama", "manage_models", "name", "api_key", "api_key_file", "no_auth", "origins", "hosts"),
-    *("max_queue", "grace_s", "deadline_s", "log_json", "ranks", "rank_hosts", "rank_timeout", "restart", "expert_counts"),
+    *(
+        "max_queue",
+        "grace_s",
+        "deadline_s",
+        "log_json",
+        "files",
+        "ranks",
+        "rank_hosts",
+        "rank_timeout",
+        "restart",
+        "expert_counts",
+    ),
     *("invented", "shape", "layers", "model"),
 )
 SEVERAL = [

@@ -75,18 +75,14 @@ class ModelPool:
         return self._find(name) is not None
 
     def _find(self, name: str) -> ModelSlot | None:
-        """Return the model of a name or an alias, also with Ollama's tag, and of what a loaded model serves under its name."""
-        found = self._by_name.get(name) or self._by_name.get(name.removesuffix(":latest"))
-        base = name.rpartition(":")[0]
-        if found is None and base in self._by_name:
-            slot = self._by_name[base]
-            return slot if slot.is_loaded and slot.service.serves(name) else None
-        return found
+        """Return the model of a name or an alias, also with Ollama's tag."""
+        return self._by_name.get(name) or self._by_name.get(name.removesuffix(":latest"))
 
     def _slot(self, name: str | None) -> ModelSlot:
         if not name and len(self._slots) == 1:
             return self._slots[0]
-        found = self._find(name) if name else None
+        # "model:part" names something that the model serves under its own name; only the loaded model knows what
+        found = (self._find(name) or self._by_name.get(name.rpartition(":")[0])) if name else None
         if found is not None:
             return found
         names = ", ".join(slot.entry.name for slot in self._slots)
@@ -106,6 +102,7 @@ class ModelPool:
             await self._until_open(slot)
         finally:
             slot.use.waiting -= 1
+        slot.service.check_model(name)
         slot.use.running += 1
         slot.use.expires, slot.use.last = math.inf, self._now()
         if seconds is not None:

@@ -22,6 +22,7 @@ SUBMIT, CANCEL, PLACE_EXPERTS = "submit", "cancel", "place_experts"
 READY, OUTPUTS, UNAVAILABLE, STOP, EXPERTS_PLACED = "ready", "outputs", "unavailable", "stop", "experts_placed"
 
 LOADING = "The model is being loaded; try again soon."
+ENDED = "The model process has ended."
 
 OutputBatch = list[tuple[int, tuple[Any, ...]]]
 
@@ -168,7 +169,7 @@ class PipeLink:
         """End all requests after the model process has ended."""
         self.close()
         while self._placements:
-            self._experts_placed(BackendError("The model process has ended."))
+            self._experts_placed(BackendError(ENDED))
         for number in list(self._streams):
-            self._push(number, Output(finish_reason="error", error="The model process has ended."))
+            self._push(number, Output(finish_reason="error", error=ENDED))
         self.on_stop()

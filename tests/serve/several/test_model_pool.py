@@ -90,6 +90,9 @@ def test_unknown_and_missing_names_are_refused(world: World):
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
         assert (missing.status_code, missing.json()["error"]["code"]) == (400, "model_missing")
         assert "a, b" in unknown.text
+        # only the loaded model knows what it serves under its name
+        part = await complete(client, "a:part")
+        assert (part.status_code, part.json()["error"]["code"], world.events) == (404, "model_not_found", ["a"])
         assert (await client.get("/v1/models/c")).status_code == 404
         assert (await client.post("/api/show", json={"model": "c"})).status_code == 404
 
