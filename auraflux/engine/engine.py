@@ -22,8 +22,8 @@ PREFILL_SIZES = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 17
 # sequences that a GPU's decode steps are padded to
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LENGTH_BUCKETS = (1024, 4096, 16384)  # tokens that a step index covers; powers of two beyond
-# tokens of a mixed batch: few sizes, since each is captured for every number of decoding sequences, and full matmul tiles
 GROWTH = 0.25  # of the KV cache, when it runs out of pages and experts can give up memory
+# tokens of a mixed batch: few sizes, since each is captured for every number of decoding sequences, and full matmul tiles
 MIXED_SIZES = (128, 256, 512, 1024)
 MIXED_BUCKETS = LENGTH_BUCKETS[1:]
 MIN_MIXED_CHUNK = 32  # prompt tokens in a mixed batch

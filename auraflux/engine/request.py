@@ -3,7 +3,36 @@
 from dataclasses import dataclass, field
 
 from auraflux.engine.sampling import Sampling
-from auraflux.engine.thinking import ThinkingBudget
+
+
+@dataclass(frozen=True)
+class ThinkTags:
+    """Text around reasoning.
+
+    closing    that the model writes after it
+    close_ids  tokens that close it at the budget
+    again_ids  tokens that close it if it is opened once more
+    """
+
+    opening: str
+    closing: str
+    close_ids: tuple[int, ...]
+    again_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ThinkingBudget:
+    """The most tokens of reasoning in an answer.
+
+    tokens  between the tags
+    opened  tags that the prompt's end has opened; None for none
+    reopens whether reasoning may follow other text, not only begin the answer
+    """
+
+    tokens: int
+    tags: tuple[ThinkTags, ...]
+    opened: ThinkTags | None = None
+    reopens: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,46 +1,16 @@
 """Thinking budgets: reasoning that reaches its budget is closed as the model itself would close it, and the answer follows."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from auraflux.engine.request import ThinkingBudget
 from auraflux.tokenizer.grammar import mask_words
 
 # bytes of the text in which tags are looked for; longer than every tag
 WINDOW = 256
-
-
-@dataclass(frozen=True)
-class ThinkTags:
-    """Text around reasoning.
-
-    closing    that the model writes after it
-    close_ids  tokens that close it at the budget
-    again_ids  tokens that close it if it is opened once more
-    """
-
-    opening: str
-    closing: str
-    close_ids: tuple[int, ...]
-    again_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ThinkingBudget:
-    """The most tokens of reasoning in an answer.
-
-    tokens  between the tags
-    opened  tags that the prompt's end has opened; None for none
-    reopens whether reasoning may follow other text, not only begin the answer
-    """
-
-    tokens: int
-    tags: tuple[ThinkTags, ...]
-    opened: ThinkTags | None = None
-    reopens: bool = False
 
 
 class TokenMatcher(Protocol):

@@ -19,8 +19,9 @@ from auraflux.weights.experts.resident import ExpertPredictor
 from auraflux.weights.formats.stored import Stored
 from auraflux.weights.loader import Weights
 
-# vision and audio towers and their projectors
+# names in checkpoints of embedding models
 HEADLESS = re.compile(r"(layers\.\d+\.|embed_tokens\.|norm\.weight$)")
+# vision and audio towers and their projectors
 UNUSED = re.compile(
     r"^(model\.)?(visual|vision_tower|vision_model|vision_embedder|audio_tower|embed_vision|embed_audio"
     r"|mm_projector|multi_modal_projector)\.|rotary_emb\."

@@ -5,8 +5,8 @@ from itertools import islice, pairwise
 from typing import Any
 
 from auraflux.engine.engine import Engine
-from auraflux.engine.request import Output, Request
-from auraflux.engine.thinking import ThinkingBudget, ThinkingMatcher, TokenMatcher
+from auraflux.engine.request import Output, Request, ThinkingBudget
+from auraflux.engine.thinking import ThinkingMatcher, TokenMatcher
 from auraflux.errors import ContextError, InputError
 from auraflux.scheduler.generation import Generation
 from auraflux.scheduler.sequence import Sequence

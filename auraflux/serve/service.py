@@ -9,9 +9,8 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from auraflux.engine.request import Request
+from auraflux.engine.request import Request, ThinkingBudget
 from auraflux.engine.sampling import DefaultSampling, Sampling
-from auraflux.engine.thinking import ThinkingBudget
 from auraflux.errors import ContextError, InputError, RankError, TemplateError
 from auraflux.serve.chat.conversation import Conversation, Format, partial_reply, system_message_variants
 from auraflux.serve.chat.deltas import Finish

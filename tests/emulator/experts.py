@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from auraflux.ops.moe.cuda.gemm import persistent as gemm_persistent
-from auraflux.ops.moe.cuda.matvec import few_tokens as matvec_few_tokens
 from auraflux.ops.moe.cuda.matvec import tma as matvec_tma
+from auraflux.ops.moe.cuda.matvec.few_tokens import up_slots
+from auraflux.ops.moe.cuda.matvec.few_tokens_down import down_slots
 from auraflux.ops.moe.cuda.routing import assign as routing_assign
 from auraflux.ops.moe.cuda.routing import topk as routing_topk
 from auraflux.ops.moe.cuda.routing.topk import CHOOSE
@@ -158,7 +159,7 @@ def slot_kernels(device: Device, warps: int, programs: int, *ids: int, early: bo
     machine = SlotMachine(device, warps, programs, *ids)
     return {
         kernel.__name__: machine.program(kernel, **common(machine), launches_early=lambda: early)
-        for kernel in (matvec_few_tokens.up_slots, matvec_few_tokens.down_slots)
+        for kernel in (up_slots, down_slots)
     }
 
 

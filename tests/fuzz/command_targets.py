@@ -90,7 +90,7 @@ QUICK = {
 }
 MODELLESS = {"doctor", "ops", "bench ops", "bench stream"}
 STUBBED = [
-    *("auraflux.cli.serve._run", "auraflux.cli.ops._check", "auraflux.cli.bench._run", "auraflux.cli.bench.gpu.bench_gpu"),
+    *("auraflux.cli.serve._run", "auraflux.cli.ops._check", "auraflux.cli.bench.run_cases", "auraflux.cli.bench.gpu.bench_gpu"),
     *("auraflux.cli.bench.serve._measure", "auraflux.cli.bench.stream._build", "auraflux.cli.bench.stream._measure"),
     *("auraflux.bench.distributed.ranks.bench_ranks", "auraflux.bench.model.measure", "auraflux.bench.speculation.measure"),
     *("auraflux.bench.random_weights.random_language", "auraflux.ops.simd.peak_bandwidth.peak_read_bandwidth"),

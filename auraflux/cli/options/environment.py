@@ -8,6 +8,7 @@ OURS = {
     "AURAFLUX_BACKEND": "Backend of every op: `reference`, `cpu` or `cuda`; by default that of its tensors' device.",
     "AURAFLUX_ISA": "Instruction set of the CPU kernels: `avx512-amx`, `avx512-vnni`, `avx-vnni`, `avx2`, `neon-i8mm`, "
     "`neon-dotprod` or `portable`; by default the best that the processor supports.",
+    "AURAFLUX_AS_GPU": "A compute capability, such as `8.9`, whose kernels and limits a newer GPU is to use, to test them.",
     "AURAFLUX_CACHE": "Absolute path of the folder for compiled CPU kernels, key calibrations and the prefix cache; "
     "by default `auraflux` in the user's cache folder.",
     "AURAFLUX_HOME": "Folder whose `models` subfolder holds built-in models; by default `auraflux` in the user's cache folder.",

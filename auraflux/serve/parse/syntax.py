@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from auraflux.engine.thinking import ThinkingBudget, ThinkTags
+from auraflux.engine.request import ThinkingBudget, ThinkTags
 from auraflux.serve.chat.deltas import Content, ParsedDelta, Reasoning, ToolCallArguments
 from auraflux.serve.parse.argument_tags import Tags
 from auraflux.serve.parse.calls import CallParser, ToolCalls

@@ -25,6 +25,8 @@ MAY_SPILL = (
     {"attend_pages", "SHAPE.group=128", "TILE.width=512"},
     # 72 bytes on an A100; pages on Hopper are arranged in pairs
     {"dequantize_pages", "CONFIG.shape.pairs=False"},
+    # 48 bytes; only GPUs before Hopper launch it, and docs/performance.md has its rate
+    {"up_many", "SHAPE.rows=64", "SHAPE.tokens=128"},
 )
 MAY_DIVERGE = (
     {"decode_columns", "SHAPE.sequences=8"},  # six shuffles by which a program finds its sequence, once, before it attends

@@ -197,6 +197,36 @@ def test_only_sixteen_bytes_pass_by_the_first_cache(made: dict):
     assert made["COPY16"] == made["copy_ptx"](16)
 
 
+def test_threads_copy_together(machine: Hopper, made: dict):
+    source = torch.arange(700, dtype=torch.int32)
+    at = machine.device.put(source)
+    machine.memory[:4096] = 0
+    made["copy_together"](machine.lanes(0), machine.lanes(at.at[0], np.int64), machine.tid, 2800, 64)
+    made["run"](made["WAIT_ALL"], machine.tid)
+    assert machine.memory[:2800].view(np.int32).tolist() == source.tolist()
+    assert not machine.memory[2800:4096].any()
+    made["copy_together"](machine.lanes(2800), machine.lanes(0, np.int64), machine.tid, 1024, 64)
+    made["run"](made["WAIT_ALL"], machine.tid)
+    assert not machine.memory[2800:4096].any()
+
+
+def test_packed_products_are_replaced_where_there_are_none():
+    text = "{mul.rn.bf16x2 $0,$1,$2; min.u16x2 $0,$0,$3; @p max.u16x2 $1,$2,$3; add.u32 $0,$0,$1;}"
+    assert ptx.with_older_instructions(text, True) == text
+    older = ptx.with_older_instructions(text, False)
+    assert "mul.rn.bf16x2" not in older
+    assert "u16x2" not in older
+    # a product plus -0 is the product, and -0 where that is -0
+    for each in (
+        "mov.b32 minus,0x80008000",
+        "fma.rn.bf16x2 $0,$1,$2,minus",
+        "vmin2.u32.u32.u32 $0,$0,$3,zero",
+        "@p vmax2.u32.u32.u32 $1,$2,$3,zero",
+        "add.u32 $0,$0,$1",
+    ):
+        assert each in older
+
+
 BARRIERS = 4096
 
 

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import tokenizers
 import torch
 
 from auraflux.engine.thinking import ThinkingMatcher
@@ -23,7 +24,8 @@ WORDS = ["so", " the", " sky", " is", " 4", "\n", ".", " größe", "<", " x </th
 
 def tokenizer_of(syntax: Syntax, special: bool) -> Tokenizer:
     """Return a tokenizer in which the syntax's markers are special tokens, or text of several tokens."""
-    built = byte_level()
+    # a copy: the trained one is shared
+    built = tokenizers.Tokenizer.from_str(byte_level().to_str())
     if special:
         built.add_special_tokens([token for token in syntax.visible_tokens if built.token_to_id(token) is None])
     return Tokenizer(built, names={"eos_token": "<|im_end|>"}, ends=[2])

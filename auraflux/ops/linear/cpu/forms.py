@@ -2,9 +2,11 @@
 
 from typing import NamedTuple
 
+from llvmlite import ir
+
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.processor import has_feature
-from auraflux.ops.simd.vectors import MAGIC, MAGIC_BITS
+from auraflux.ops.simd.vectors import I16, MAGIC, MAGIC_BITS, splat, vector
 from auraflux.quant import grids
 from auraflux.quant.levels import IQ4
 from auraflux.quant.packing import CHUNK
@@ -160,7 +162,7 @@ class Form(NamedTuple):
 
 
 BLOCK = ISA.lanes
-IN_REGISTERS = ISA.name == "avx512-vnni" and has_feature("avx512vbmi")
+IN_REGISTERS = ISA.name.startswith("avx512") and has_feature("avx512vbmi")
 # a gather is faster from 1024 entries on: by half with IQ2_S on two Sapphire Rapids cores
 SMALL_GRIDS = ("iq2_xxs", "iq2_xs", "iq3_xxs", "iq3_s")
 FLOATS, INTS, BYTES = ISA.floats, ISA.ints, ISA.bytes
@@ -187,3 +189,15 @@ def float_order(form: Form) -> list[int]:
     """Return where each input of a chunk is in float32 activations; the order is its own inverse."""
     four = (0, 2, 1, 3) if form.by_halves else (0, 1, 2, 3)
     return [first + place for first in range(0, CHUNK, 4) for place in four]
+
+
+def half_floats(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """Widen f16 in 32-bit lanes."""
+    if ISA.widens_halves:
+        return b.fpext(b.bitcast(b.trunc(bits, vector(I16, BLOCK)), vector(ir.HalfType(), BLOCK)), FLOATS)
+    # by integer operations: processors without a conversion instruction would need a library call
+    size = b.shl(b.and_(bits, splat(INTS, 0x7FFF)), splat(INTS, 13))
+    value = b.bitcast(b.fmul(b.bitcast(size, FLOATS), splat(FLOATS, 2.0**112)), INTS)
+    special = b.icmp_unsigned(">=", size, splat(INTS, 0x7C00 << 13))
+    value = b.select(special, b.or_(size, splat(INTS, 0x7F800000)), value)
+    return b.bitcast(b.or_(value, b.shl(b.and_(bits, splat(INTS, 0x8000)), splat(INTS, 16))), FLOATS)

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, Form
-from auraflux.ops.linear.cpu.halves import half_floats
+from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, Form, half_floats
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.vectors import I8, I16, at, call, load, pick, splat, vector
 from auraflux.quant import grids

@@ -10,9 +10,8 @@ from numba.core import cgutils
 from torch import Tensor
 
 from auraflux.ops.linear.cpu.e4m3 import by_input, by_parity, eighth, half_codes
-from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, LEVELS, Form
+from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, LEVELS, Form, half_floats
 from auraflux.ops.linear.cpu.grid_codes import GridBlock, grid_order
-from auraflux.ops.linear.cpu.halves import half_floats
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.vectors import I16, at, call, fma, kernel, load, pick, splat, store, vector
 from auraflux.quant.packing import CHUNK, LANE_FIELDS, BitField

@@ -5,7 +5,7 @@ experts from pinned host memory. The program that finishes last updates the tabl
 A step whose experts are all cached only counts their uses.
 
 With a mailbox, some of the missing experts are not fetched: CPU threads compute them meanwhile, and the kernel that sums the
-experts' outputs waits for theirs (`matvec/few_tokens.py`).
+experts' outputs waits for theirs (`matvec/few_tokens_down.py`).
 """
 
 from typing import NamedTuple

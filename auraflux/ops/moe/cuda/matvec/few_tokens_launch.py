@@ -1,4 +1,4 @@
-"""Launch of the `slots` kernels (`few_tokens.py`)."""
+"""Launch of the `slots` kernels (`few_tokens.py`, `few_tokens_down.py`)."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,8 @@ from torch import Tensor
 from auraflux.ops.gpu.device import multiprocessors, shared_nbytes
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv
-from auraflux.ops.moe.cuda.matvec.few_tokens import CpuResults, Router, SlotShape, down_slots, up_slots
+from auraflux.ops.moe.cuda.matvec.few_tokens import CpuResults, Router, SlotShape, up_slots
+from auraflux.ops.moe.cuda.matvec.few_tokens_down import down_slots
 from auraflux.ops.moe.cuda.stacks import Epilogue, gate_of, rows_of, shared_args, stack_args
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.pool import CpuMailbox
