@@ -43,6 +43,7 @@ class Batches:
 
     def start(self, app: ASGIApp) -> None:
         """Run the batches that are not finished, and later ones, through an application."""
+        self.files.drop_unfinished()
         self._task = asyncio.ensure_future(self._run(app))
 
     async def stop(self) -> None:

@@ -77,13 +77,16 @@ class FileStore:
         ]
         return sorted(found, key=lambda about: (-about["created_at"], about["id"]))
 
-    def clean_up(self, now: float | None = None) -> None:
-        """Delete files that have expired, and what an interruption left behind."""
+    def drop_unfinished(self) -> None:
+        """Delete what an interruption left behind; only while no client uploads."""
         for unfinished in self._folder.glob(".file_*"):
             shutil.rmtree(unfinished, ignore_errors=True)
+
+    def clean_up(self) -> None:
+        """Delete files that have expired."""
         for path in list(self._descriptions()):
             about = read_json(path)
-            if about is None or about["expires_at"] <= (now or time.time()):
+            if about is not None and about["expires_at"] <= time.time():
                 shutil.rmtree(path.parent, ignore_errors=True)
 
     def _descriptions(self) -> Iterator[Path]:
