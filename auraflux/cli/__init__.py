@@ -26,6 +26,7 @@ from auraflux.cli.pack import pack
 from auraflux.cli.plan import plan
 from auraflux.cli.pull import list_models, pull
 from auraflux.cli.serve import serve
+from auraflux.cli.serving.batch import batch
 from auraflux.errors import AurafluxError
 from auraflux.machine import is_out_of_memory
 
@@ -69,6 +70,23 @@ def main() -> None:
     """Very large mixture-of-experts language models on modest machines."""
 
 
-COMMANDS = generate, chat, serve, follow, pull, list_models, inspect, convert, pack, plan, ops, doctor, evaluate, diff, bench
+COMMANDS = (
+    generate,
+    chat,
+    serve,
+    batch,
+    follow,
+    pull,
+    list_models,
+    inspect,
+    convert,
+    pack,
+    plan,
+    ops,
+    doctor,
+    evaluate,
+    diff,
+    bench,
+)
 for command in COMMANDS:
     main.add_command(command)

@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,11 @@ from auraflux.cli.options.model import options
 from auraflux.cli.options.serve import SERVING, front_settings
 from auraflux.cli.options.served_model import open_model_process
 from auraflux.cli.serve_ray import REPLICAS, run_replicas
-from auraflux.errors import BackendError, InputError
+from auraflux.cli.serving.several import SEVERAL, catalog_of, serve_models
+from auraflux.errors import BackendError, InputError, SettingsError
 
 if TYPE_CHECKING:
+    from auraflux.serve.several.catalog import Catalog
     from auraflux.serve.transport.http_process import HttpSettings
 
 log = logging.getLogger("auraflux")
@@ -28,6 +30,7 @@ log = logging.getLogger("auraflux")
 EVERYDAY = (
     "--host",
     "--port",
+    "--models",
     "--ollama",
     "--name",
     "--api-key",
@@ -47,21 +50,28 @@ EXAMPLES = (
     "auraflux serve model.gguf",
     "auraflux serve org/name --host 0.0.0.0 --api-key KEY",
     "auraflux serve model.gguf --max-sequences 16 --cache-memory 8GB",
+    "auraflux serve --models models.toml",
 )
 
 
 @click.command(cls=Command, everyday=EVERYDAY, examples=EXAMPLES)
 @options(SERVING)
+@options(SEVERAL)
 @options(REPLICAS)
 def serve(model: str | None, host: str, port: int, log_json: bool, on_ray: bool, replicas: str, **chosen: Any) -> None:
     """Serve a model over HTTP.
 
-    MODEL is a folder, a GGUF file or a name; without it, the built-in model.
+    MODEL is a folder, a GGUF file or a name; without it, the built-in model. A folder of models, or --models, serves several:
+    each is loaded when a request names it.
     Endpoints: OpenAI's chat completions, completions and responses, Anthropic's messages, and Ollama's API; a chat page at /,
     metrics at /metrics.
     """
-    check_loading(model, chosen)
+    catalog = catalog_of(model, chosen)
+    check_loading(model if catalog is None else None, chosen)
     settings = front_settings(host, log_json, chosen)
+    if catalog is not None:
+        _run_several(catalog, on_ray, host, port, settings, chosen)
+        return
     if on_ray:
         run_replicas(model, host, port, replicas, settings, chosen)
         return
@@ -70,6 +80,15 @@ def serve(model: str | None, host: str, port: int, log_json: bool, on_ray: bool,
         _run(model, listening, settings, chosen)
     finally:
         listening.close()
+
+
+def _run_several(
+    catalog: "Catalog", on_ray: bool, host: str, port: int, settings: "HttpSettings", chosen: dict[str, Any]
+) -> None:
+    if on_ray:
+        raise SettingsError("--ray serves replicas of one model: leave it out, or give one model.")
+    with closing(_listen(host, port)) as listening:
+        serve_models(catalog, listening, _url(listening), settings, chosen)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -66,6 +66,8 @@ def _words(given: Mapping[str, Any]) -> list[str]:
 
 def _application(model: str | None, replicas: str, settings: "HttpSettings", chosen: dict[str, Any]) -> Any:
     serve = _serve()
+    if chosen["files"] is not None:
+        raise SettingsError("--files is not supported with --ray: replicas would write to the same folder.")
     if chosen["prefix_disk"] is not None:
         raise SettingsError("--prefix-disk is not supported with --ray: replicas would write to the same folder.")
     least, most = _replica_range(replicas)

@@ -46,6 +46,7 @@ class Request:
     prompt_logprobs         number of most likely tokens to report with each prompt token; None for no log probabilities
     thinking                the most tokens of reasoning; None for no limit
     pooling                 "last", "mean" or "cls" to embed the prompt instead of continuing it
+    labels                  tokens whose logits after the prompt are its embedding, for a request with `pooling`
     """
 
     prompt: tuple[int, ...]
@@ -56,6 +57,7 @@ class Request:
     prompt_logprobs: int | None = None
     thinking: ThinkingBudget | None = None
     pooling: str | None = None
+    labels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

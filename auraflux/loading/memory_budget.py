@@ -21,6 +21,7 @@ from auraflux.weights.experts.settings import ExpertSettings, format_nbytes, par
 from auraflux.weights.experts.store import ExpertStore
 from auraflux.weights.formats.stored import Checkpoint
 
+LEAST_CONTEXT = 512  # tokens that a KV cache must hold for the default context to follow it
 CONTEXT_SHARE = 4  # the default context fills at most one in so much of the free memory
 DISK_CHUNK = 4096  # most tokens of a prefill chunk by default, with experts on disk
 DISK_CHUNK_NBYTES = 1 << 29  # memory for the outputs of such a chunk's experts
@@ -131,11 +132,11 @@ def plan_memory(
     memory = [(rank, cache_memory_nbytes(requested.cache_memory, rank.free)) for rank in ranks]
     for rank, nbytes in memory:
         _check_cache_memory(nbytes, rank.free)
+    options = {"chunk": chunk, "sequences": count, "cached_sequences": requested.sequences, "dtype": dtype}
+    if requested.context is None:
+        longest = min(_held_context(rank, nbytes, longest, source.settings, page_shard, options) for rank, nbytes in memory)
     limits = [(rank.shapes, source.settings, nbytes, rank.layers, page_shard) for rank, nbytes in memory]
-    tokens = min(
-        pool_tokens(*limit, context=longest, chunk=chunk, sequences=count, cached_sequences=requested.sequences, dtype=dtype)
-        for limit in limits
-    )
+    tokens = min(pool_tokens(*limit, context=longest, **options) for limit in limits)
     engine_sizes = EngineSizes(longest, chunk, count, requested.sequences, tokens)
     return MemoryBudget(
         source.shapes if leader is None else ranks[0].shapes, ranks[0].layers, experts, settings, dtype, engine_sizes
@@ -175,6 +176,19 @@ def _context(
             )
         return requested
     return max(1, min(trained, rank.free // CONTEXT_SHARE // max(per_token, 1)))
+
+
+def _held_context(
+    rank: _RankMemory, nbytes: int | None, context: int, settings: CacheSettings, page_shard: PageShard, options: dict[str, Any]
+) -> int:
+    """Return the default context, or the shorter one that the KV cache of so many bytes holds."""
+    if nbytes is None:
+        return context
+    held = max_tokens(
+        rank.shapes, settings, nbytes, local_layers=rank.layers, page_shard=page_shard, context=context, **options
+    )
+    # a cache that holds less is refused
+    return min(context, held) if held >= LEAST_CONTEXT else context
 
 
 def cache_memory_nbytes(requested: str | int | None, free: int) -> int | None:

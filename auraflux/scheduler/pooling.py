@@ -1,4 +1,4 @@
-"""Pooling: one vector of a prompt's hidden states, collected while its chunks are prefilled."""
+"""Pooling: one vector of a prompt's hidden states or logits, collected while its chunks are prefilled."""
 
 from torch import Tensor
 
@@ -26,6 +26,10 @@ class Pooling:
         elif self.kind == "last" or self._sum is None:
             self._sum = hidden[-1 if self.kind == "last" else 0].float()
         self._tokens += len(hidden)
+
+    def replace(self, logits: Tensor) -> None:
+        """Take logits of the whole prompt in place of its hidden states."""
+        self._sum, self._tokens = logits.float(), 1
 
     def vector(self) -> bytes:
         """Return the pooled vector as float32 bytes."""

@@ -68,6 +68,9 @@ class PrefillRunner:
         for sequence, start, states in rows:
             if sequence.pooling is not None:
                 sequence.pooling.add(states)
+                if sequence.request.labels and not sequence.uncomputed:
+                    logits = self.engine.compute_logits(states[-1:])[0]
+                    sequence.pooling.replace(logits[list(sequence.request.labels)])
             elif sequence.scores_prompt:
                 sequence.prompt_logprobs += score_prompt(self.engine, sequence.request, start, states)
         if self.speculation is not None and self.engine.returns_hidden:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,57 +18,71 @@ from auraflux.errors import AurafluxError
 from auraflux.serve import page
 from auraflux.serve.anthropic import messages
 from auraflux.serve.auth import Access, AuthMiddleware, RequestIdMiddleware
+from auraflux.serve.batch import routes as batch
+from auraflux.serve.batch.batches import Batches
 from auraflux.serve.failures import Failure, error_response, failure_of
+from auraflux.serve.leases import LeaseMiddleware
 from auraflux.serve.metrics import CONTENT_TYPE
 from auraflux.serve.ollama import answers, embed
 from auraflux.serve.ollama import models as managed
-from auraflux.serve.openai import chat, completions, embeddings, models, responses
+from auraflux.serve.openai import chat, completions, embeddings, models, rerank, responses
 from auraflux.serve.openai.response_schema import State
 from auraflux.serve.openapi import document
 from auraflux.serve.operation import Operation
-from auraflux.serve.service import Service
+from auraflux.serve.services import Services
 
 # paths without a key: health probes, and the page in which a user enters the key
 PUBLIC = ("/", "/health", "/ready")
 STATIC = "/static/"
 
 
-def make_app(service: Service, access: Access | None = None) -> Starlette:
-    """Return the ASGI application of a service."""
+def make_app(services: Services, access: Access | None = None, batches: Batches | None = None) -> Starlette:
+    """Return the ASGI application of the models; `batches` keeps clients' files and runs their batches."""
     access = access or Access()
     api = [
-        *chat.routes(service),
-        *completions.routes(service),
-        *embeddings.routes(service),
-        *responses.routes(service),
-        *messages.routes(service),
-        *models.routes(service),
-        *answers.routes(service),
-        *embed.routes(service),
-        *managed.routes(service, access.manage_models),
-        *_state_routes(service),
+        *chat.routes(services),
+        *completions.routes(services),
+        *embeddings.routes(services),
+        *rerank.routes(services),
+        *responses.routes(services),
+        *messages.routes(services),
+        *models.routes(services),
+        *answers.routes(services),
+        *embed.routes(services),
+        *managed.routes(services, access.manage_models),
+        *batch.routes(services, batches),
+        *_state_routes(services),
     ]
     middleware = [Middleware(RequestIdMiddleware, error_response=error_response_for)]
     if access.origins:
         middleware.append(Middleware(CORSMiddleware, allow_origins=access.origins, allow_methods=["*"], allow_headers=["*"]))
     middleware.append(Middleware(AuthMiddleware, access=access, is_public=_is_public, error_response=error_response_for))
-    return Starlette(
-        routes=[*api, _document_route(api), *page.routes()],
-        middleware=middleware,
-        exception_handlers={AurafluxError: _handle_error, HTTPException: _handle_error},
-    )
+    middleware.append(Middleware(LeaseMiddleware))
+    return _application([*api, _document_route(api), *page.routes()], middleware)
 
 
-def _state_routes(service: Service) -> list[Operation]:
+def make_inner_app(services: Services) -> Starlette:
+    """Return the application for requests from within its process, such as those of a batch: without authentication."""
+    api = [each.routes(services) for each in (chat, completions, embeddings, rerank, responses)]
+    middleware = [Middleware(RequestIdMiddleware, error_response=error_response_for), Middleware(LeaseMiddleware)]
+    return _application([route for routes in api for route in routes], middleware)
+
+
+def _application(routes: list[BaseRoute], middleware: list[Middleware]) -> Starlette:
+    handlers: dict[Any, Any] = {AurafluxError: _handle_error, HTTPException: _handle_error}
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+
+
+def _state_routes(services: Services) -> list[Operation]:
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "alive"})
 
     async def ready(request: Request) -> Response:
-        service.check_ready()
+        services.check_ready()
         return JSONResponse({"status": "ready"})
 
     async def metrics(request: Request) -> Response:
-        return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE})
+        return Response(services.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     return [
         Operation("/health", health, summary="Report that the process is alive.", response=State),

@@ -16,12 +16,13 @@ class Limits:
     messages        per conversation
     parts           per message
     prompts         per completion request
-    embeddings      inputs per embedding request
+    embeddings      inputs per embedding request, and documents per rerank request
     answers         per prompt (`n`)
     stops           stop strings
     biases          tokens with a logit_bias
     tools           per conversation
     grammar_nbytes  of a grammar or JSON schema
+    file_nbytes     of an uploaded file
     idle_s          seconds until a stream to a client that reads nothing is closed
     deadline_s      seconds per answer; None for no limit
     """
@@ -36,6 +37,7 @@ class Limits:
     biases: int = 1024
     tools: int = 128
     grammar_nbytes: int = 64 << 10
+    file_nbytes: int = 200 << 20
     idle_s: float = 60.0
     deadline_s: float | None = None
 

@@ -4,7 +4,8 @@ Tokens are counted in plain lists and integers; the metric families are built wh
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -58,15 +59,24 @@ class Tally:
             self.queue.observe(stats.queue_s)
 
 
+@dataclass(frozen=True)
+class ModelMetrics:
+    """What is counted of one model: its name, the label of its metrics; its answers; and the state of its scheduler."""
+
+    name: str
+    tally: Tally
+    gauges: Gauges
+
+
 class Metrics(Collector):
     """The text that Prometheus scrapes.
 
-    model   label of every metric
-    gauges  state of the scheduler
+    models  counts of each model
+    more    returns metrics of the server
     """
 
-    def __init__(self, tally: Tally, model: Callable[[], str], gauges: Callable[[], Gauges]):
-        self._tally, self._model, self._gauges = tally, model, gauges
+    def __init__(self, models: Callable[[], Iterable[ModelMetrics]], more: Callable[[], Iterable[Metric]] = lambda: ()):
+        self._models, self._more = models, more
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -77,36 +87,49 @@ class Metrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        label, tally, now = [self._model()], self._tally, self._gauges()
-        usage = now.pages_used / now.pages if now.pages else 0.0
-        yield _gauge("num_requests_running", "Requests in the running batch.", now.running, label)
-        yield _gauge("num_requests_waiting", "Requests in the queue.", now.waiting, label)
-        yield _gauge("kv_cache_usage_perc", "Share of KV cache pages in use, from 0 to 1.", usage, label)
-        yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", now.prefix_queries, label)
-        yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", now.prefix_hits, label)
-        yield _counter("num_preemptions", "Requests preempted and computed again.", now.preemptions, label)
-        yield _counter("prompt_tokens", "Prompt tokens.", tally.prompt_tokens, label)
-        yield _counter("generation_tokens", "Generated tokens.", tally.generation_tokens, label)
-        yield self._reasons(label)
-        yield _histogram("time_to_first_token_seconds", "Time to first token (TTFT).", tally.ttft, label)
-        yield _histogram("inter_token_latency_seconds", "Time between two tokens of a request (ITL).", tally.inter_token, label)
-        yield _histogram("e2e_request_latency_seconds", "Time from arrival to the last token.", tally.e2e, label)
-        yield _histogram("request_queue_time_seconds", "Time in the queue.", tally.queue, label)
-        for name, about, value in (
-            ("spec_decode_num_draft_tokens", "Draft tokens.", now.drafted),
-            ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", now.accepted),
-            ("expert_cache_hits", "Expert cache hits.", now.expert_hits),
-            ("expert_reads", "Experts read from disk.", now.expert_reads),
-            ("expert_read_bytes", "Bytes of experts read from disk.", now.expert_nbytes),
-        ):
-            if value is not None:
-                yield _counter(name, about, value, label)
+        merged: dict[str, Metric] = {}
+        for model in self._models():
+            for metric in _metrics_of(model):
+                if metric.name in merged:
+                    merged[metric.name].samples += metric.samples
+                else:
+                    merged[metric.name] = metric
+        yield from merged.values()
+        yield from self._more()
 
-    def _reasons(self, label: list[str]) -> Metric:
-        made = CounterMetricFamily(f"{PREFIX}request_success", "Finished requests.", labels=["model_name", "finished_reason"])
-        for reason, count in self._tally.reasons.items():
-            made.add_metric([*label, reason], count)
-        return made
+
+def _metrics_of(model: ModelMetrics) -> Iterator[Metric]:
+    label, tally, now = [model.name], model.tally, model.gauges
+    usage = now.pages_used / now.pages if now.pages else 0.0
+    yield _gauge("num_requests_running", "Requests in the running batch.", now.running, label)
+    yield _gauge("num_requests_waiting", "Requests in the queue.", now.waiting, label)
+    yield _gauge("kv_cache_usage_perc", "Share of KV cache pages in use, from 0 to 1.", usage, label)
+    yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", now.prefix_queries, label)
+    yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", now.prefix_hits, label)
+    yield _counter("num_preemptions", "Requests preempted and computed again.", now.preemptions, label)
+    yield _counter("prompt_tokens", "Prompt tokens.", tally.prompt_tokens, label)
+    yield _counter("generation_tokens", "Generated tokens.", tally.generation_tokens, label)
+    yield _reasons(tally, label)
+    yield _histogram("time_to_first_token_seconds", "Time to first token (TTFT).", tally.ttft, label)
+    yield _histogram("inter_token_latency_seconds", "Time between two tokens of a request (ITL).", tally.inter_token, label)
+    yield _histogram("e2e_request_latency_seconds", "Time from arrival to the last token.", tally.e2e, label)
+    yield _histogram("request_queue_time_seconds", "Time in the queue.", tally.queue, label)
+    for name, about, value in (
+        ("spec_decode_num_draft_tokens", "Draft tokens.", now.drafted),
+        ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", now.accepted),
+        ("expert_cache_hits", "Expert cache hits.", now.expert_hits),
+        ("expert_reads", "Experts read from disk.", now.expert_reads),
+        ("expert_read_bytes", "Bytes of experts read from disk.", now.expert_nbytes),
+    ):
+        if value is not None:
+            yield _counter(name, about, value, label)
+
+
+def _reasons(tally: Tally, label: list[str]) -> Metric:
+    made = CounterMetricFamily(f"{PREFIX}request_success", "Finished requests.", labels=["model_name", "finished_reason"])
+    for reason, count in tally.reasons.items():
+        made.add_metric([*label, reason], count)
+    return made
 
 
 def merge_replicas(bodies: Mapping[str, bytes]) -> bytes:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from starlette.requests import Request as HttpRequest
+
 from auraflux.engine.request import Request, ThinkingBudget
 from auraflux.engine.sampling import DefaultSampling, Sampling
 from auraflux.errors import ContextError, InputError, RankError, TemplateError
@@ -15,9 +17,12 @@ from auraflux.serve.chat.deltas import Finish
 from auraflux.serve.chat.output import ChatOutput, OutputParser, PlainTextParser
 from auraflux.serve.chat.structured_output import grammar_for, grammar_of
 from auraflux.serve.failures import Failure, check_finish, not_ready
+from auraflux.serve.fill_in_middle import find_fill_tokens
+from auraflux.serve.keep_alive import parse_keep_alive
 from auraflux.serve.limits import Limits
-from auraflux.serve.metrics import Metrics, Tally
+from auraflux.serve.metrics import Metrics, ModelMetrics, Tally
 from auraflux.serve.parse import Syntax, find_syntax
+from auraflux.serve.services import KeepAlive, Listing
 from auraflux.serve.transport.link import Link, ModelFacts
 from auraflux.tokenizer.tokenizer import Tokenizer
 from auraflux.weights.formats.embedding import Embedding
@@ -36,14 +41,15 @@ RESERVED = ("self", "messages", "tools", "add_generation_prompt", "template")
 class Service:
     """Access to the model over a link, within limits.
 
+    aliases   other names of the model
     draining  whether the server is stopping: running requests finish, new ones are refused
     created   start time, in seconds since 1970
     """
 
-    def __init__(self, link: Link, limits: Limits | None = None):
-        self.link, self.limits = link, limits or Limits()
-        self.tally = Tally()
-        self.metrics = Metrics(self.tally, lambda: link.facts.name if link.facts else "", lambda: link.gauges)
+    def __init__(self, link: Link, limits: Limits | None = None, *, aliases: tuple[str, ...] = (), tally: Tally | None = None):
+        self.link, self.limits, self.aliases = link, limits or Limits(), aliases
+        self.tally = tally or Tally()
+        self.metrics = Metrics(lambda: [ModelMetrics(link.facts.name if link.facts else "", self.tally, link.gauges)])
         self.draining, self.created = False, int(time.time())
         self._outputs: set[ChatOutput] = set()
         self._idle = asyncio.Event()
@@ -96,7 +102,32 @@ class Service:
 
     def serves(self, name: str) -> bool:
         """Return whether `name` is the served model's, also with Ollama's tag."""
-        return self.facts.name in (name, name.removesuffix(":latest"))
+        return not {self.facts.name, *self.aliases}.isdisjoint((name, name.removesuffix(":latest")))
+
+    def knows(self, name: str) -> bool:
+        return self.serves(name)
+
+    async def select(self, request: HttpRequest, name: str | None, keep_alive: KeepAlive = None) -> "Service":
+        """Return this service if a request names its model, which always stays loaded."""
+        parse_keep_alive(keep_alive)
+        self.check_ready()
+        self.check_model(name)
+        return self
+
+    async def unload(self, name: str) -> bool:
+        self.check_model(name)
+        return False
+
+    async def listings(self) -> list[Listing]:
+        return [self.describe()]
+
+    async def listing(self, name: str) -> Listing:
+        self.check_model(name)
+        return self.describe()
+
+    def describe(self) -> Listing:
+        """Return the facts about the model that clients see."""
+        return Listing.of(self.facts, self.link.tokenizer, self.aliases)
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, wait for the running ones, and stop those that exceed the grace period."""
@@ -141,9 +172,11 @@ class Service:
         count: int,
         user: str,
         prompt_logprobs: int | None = None,
+        suffix: str = "",
     ) -> list[ChatOutput]:
         """Start `count` completions of each prompt; those of one prompt are adjacent.
 
+        suffix           text after the completion, which then fills in the middle
         prompt_logprobs  number of most likely tokens to report with each prompt token; None for no log probabilities
         """
         self.check_ready()
@@ -152,10 +185,22 @@ class Service:
         def prepare() -> list[Request]:
             grammar = grammar_of(format) if format is not None else None
             settings = replace(sampling, grammar=grammar)
+            if suffix:
+                return [self._filling(prompt, suffix, settings, user) for prompt in prompts]
             tokens = [self._tokens(prompt) for prompt in prompts]
             return [Request(each, settings, user=user, prompt_logprobs=prompt_logprobs) for each in tokens]
 
         return self._submit(await asyncio.to_thread(prepare), count, PlainTextParser)
+
+    def _filling(self, prompt: str | Sequence[int], suffix: str, sampling: Sampling, user: str) -> Request:
+        """Return the request to fill in between a prompt and a suffix."""
+        fill = find_fill_tokens(self.tokenizer)
+        if fill is None:
+            raise InputError(f"The model {self.facts.name} cannot fill in the middle: its vocabulary has no tokens for that.")
+        if not isinstance(prompt, str):
+            raise InputError("suffix needs a prompt of text, not of tokens.")
+        tokens = tuple(fill.prompt(self.tokenizer, prompt, suffix))
+        return Request(tokens, sampling, user=user, stop_token_ids=self.facts.eos_token_ids | fill.stop_ids)
 
     @property
     def embedding(self) -> Embedding:
@@ -183,7 +228,11 @@ class Service:
             found = [self._tokens(prompt + text if isinstance(text, str) else text) for text in inputs]
             return [Request(each[:most] if truncate else each, user=user, pooling=pooling) for each in found]
 
-        requests = [self._fitted(request) for request in await asyncio.to_thread(prepare)]
+        return await self.pool(await asyncio.to_thread(prepare))
+
+    async def pool(self, requests: Sequence[Request]) -> list[ChatOutput]:
+        """Return the finished outputs of requests with `pooling`."""
+        requests = [self._fitted(request) for request in requests]
         outputs: list[ChatOutput] = []
         # more would fill the queue
         free = asyncio.Semaphore(self.facts.max_sequences)

@@ -92,8 +92,9 @@ class Tokenizer:
         """Build the tokenizer from the metadata of a GGUF file."""
         inner, fields = read_vocabulary(metadata), fields_of(metadata, "the GGUF file")
         tokens = metadata["tokenizer.ggml.tokens"]
-        ids = {key: _gguf_id(fields, key, len(tokens)) for key in ("bos", "eos", "unknown", "padding", "eot", "eom")}
-        called = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+        fill = {f"fim_{part}": f"fim_{part}_token" for part in ("pre", "suf", "mid")}
+        called = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", **fill}
+        ids = {key: _gguf_id(fields, key, len(tokens)) for key in (*called, "eot", "eom")}
         templates = {
             key.removeprefix("tokenizer.chat_template").strip(".") or "default": fields.read(key, SOURCE)
             for key in fields

@@ -2,22 +2,29 @@
 
 import json
 import random
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from starlette.testclient import TestClient
+from tokenizers import Tokenizer as Tokenizers
 
 import auraflux
 from auraflux.errors import InputError
 from auraflux.loading.language_model import LanguageModel
 from auraflux.serve.app import make_app
+from auraflux.serve.batch.batches import Batches
 from auraflux.serve.service import Service
 from auraflux.tokenizer.chat_template import render
+from auraflux.tokenizer.tokenizer import Tokenizer
 from tests.engine.tiny import tiny
 from tests.fuzz.harness import Target
 from tests.fuzz.mutate import mutated, mutated_bytes, odd
 from tests.fuzz.mutate import text as mutated_text
 from tests.serve.fake_link import TEMPLATE, FakeLink
+from tests.tokenizer.toy_tokenizers import byte_level
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}, "strict": True}}
@@ -83,7 +90,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "echo": False,
         "logprobs": 1,
         "prompt_logprobs": 1,
-        "suffix": None,
+        "suffix": "x",
         "best_of": 1,
     },
     "/v1/responses": {
@@ -165,7 +172,8 @@ BODIES |= {
     "/api/generate": {
         **OLLAMA,
         **dict.fromkeys(("prompt", "system"), "x"),
-        **dict.fromkeys(("suffix", "template", "context", "images")),
+        **dict.fromkeys(("template", "context", "images")),
+        "suffix": "x",
         **dict.fromkeys(("raw", "stream"), True),
     },
     "/v1/embeddings": {
@@ -177,10 +185,29 @@ BODIES |= {
         "user": "x",
     },
     "/api/embed": {"model": "toy/model", "input": ["a", "b"], "truncate": True, "dimensions": 3, "keep_alive": 1},
-    "/api/embeddings": {"model": "toy/model", "prompt": "a"},
+    "/api/embeddings": {"model": "toy/model", "prompt": "a", "keep_alive": "5m"},
+    **{
+        path: {
+            "model": "toy/model",
+            "query": "a",
+            "documents": ["b", {"text": "c"}],
+            "top_n": 1,
+            "return_documents": True,
+            "max_tokens_per_doc": 5,
+            "instruction": "x",
+            "user": "x",
+        }
+        for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+    },
+    "/v1/batches": {
+        "input_file_id": "file_0123456789abcdef0123456789abcdef",
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+        "metadata": {"a": "b"},
+    },
     **{path: {"model": "toy/model", "name": "toy/model", "stream": False} for path in ("/api/show", "/api/pull")},
 }
-NEEDED = {"messages", "prompt", "input", "tokens", "model", "max_tokens"}
+NEEDED = {"messages", "prompt", "input", "tokens", "model", "max_tokens", "query", "documents", "input_file_id", "endpoint"}
 HEADERS = {
     "host": ["", "a b", "x" * 9000, "testserver:99999"],
     "content-type": ["text/plain", "application/json; charset=x", ""],
@@ -220,7 +247,14 @@ FRAGMENTS = [
 
 @cache
 def client(embeds: bool = False) -> TestClient:
-    return TestClient(make_app(Service(FakeLink(embeds=embeds))))
+    """Return a client of a server with files, of an embedding model or of one that reranks and fills in the middle."""
+    link = FakeLink(embeds=embeds)
+    inner = Tokenizers.from_str(byte_level().to_str())
+    inner.add_tokens(["yes", "no", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"])
+    templates = {"default": TEMPLATE, "rerank": "{query}\n{document}"}
+    link.tokenizer = Tokenizer(inner, names={"eos_token": "<|im_end|>"}, ends=[2], templates=templates)
+    link.facts = replace(link.facts, vocab=link.tokenizer.vocab_size)
+    return TestClient(make_app(Service(link), None, Batches(Path(mkdtemp(prefix="auraflux-fuzz-")))))
 
 
 def request(rng: random.Random) -> None:

@@ -74,6 +74,10 @@ class FakeService:
         if name != FACTS.name:
             raise Failure(404, f"The model {name!r} is not served here. The served model: tiny.", code="model_not_found")
 
+    async def select(self, request: Any, name: str | None, keep_alive: Any = None) -> "FakeService":
+        self.check_model(name)
+        return self
+
     async def chat(self, conversation: Conversation) -> list[FakeChatOutput]:
         self.conversations.append(conversation)
         if self.refusal is not None:

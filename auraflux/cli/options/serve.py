@@ -125,6 +125,12 @@ SERVING = [
         help="Seconds that running requests get to finish at shutdown.",
     ),
     click.option("--deadline", "deadline_s", type=float, metavar="S", help="Maximum seconds of a request."),
+    click.option(
+        "--files",
+        type=click.Path(path_type=Path),
+        metavar="FOLDER",
+        help="Folder for clients' files and batches (/v1/files, /v1/batches); without it there are none.",
+    ),
     click.option("--log-json", is_flag=True, help="Write the log as JSON, one object per line."),
     *DEFAULT_SAMPLING,
     *LOADING,
@@ -164,7 +170,13 @@ def front_settings(host: str, log_json: bool, chosen: dict[str, Any]) -> "HttpSe
     set_up_log(log_json)
     hosts = (*LOCAL, *chosen["hosts"]) if local else chosen["hosts"]
     access = Access(keys, hosts, chosen["origins"], chosen["manage_models"])
-    return HttpSettings(access, Limits(deadline_s=chosen["deadline_s"]), chosen["max_queue"], chosen["grace_s"], log_json)
+    limits, files = Limits(deadline_s=chosen["deadline_s"]), chosen["files"]
+    if files is not None:
+        from auraflux.serve.batch.file_store import FileStore
+
+        # a folder that cannot be made is refused before anything is loaded
+        FileStore(files)
+    return HttpSettings(access, limits, chosen["max_queue"], chosen["grace_s"], log_json, files)
 
 
 def _check_seconds(**given: float | None) -> None:

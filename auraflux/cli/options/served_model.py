@@ -38,7 +38,7 @@ def open_model_process(
 
 
 def _load(model: str | None, chosen: dict[str, Any], report: "Report") -> "LanguageModel":
-    parallel = chosen["max_sequences"] or _default_sequences(chosen)
+    parallel = load_sequences(chosen)
     if chosen["invented"] or chosen["shape"]:
         from auraflux.cli.bench.model import random_loaded
 
@@ -48,6 +48,11 @@ def _load(model: str | None, chosen: dict[str, Any], report: "Report") -> "Langu
         return random_loaded(model, chosen["shape"], chosen["invented"], chosen["layers"], parallel, context, chosen)
     chosen = {**chosen, "cache_memory": chosen["cache_memory"] or "half"}
     return load_model(model, chosen, sequences=parallel, report=report)
+
+
+def load_sequences(chosen: dict[str, Any]) -> int:
+    """Return how many sequences decode at once."""
+    return chosen["max_sequences"] or _default_sequences(chosen)
 
 
 def _default_sequences(chosen: dict[str, Any]) -> int:

@@ -14,6 +14,7 @@ from auraflux.serve.failures import Failure
 from auraflux.serve.limits import at_most
 from auraflux.serve.operation import EVENTS, Operation
 from auraflux.serve.service import Service
+from auraflux.serve.services import Services
 from auraflux.serve.transport.body import read_body
 from auraflux.serve.transport.sse import EventStream, run_until_disconnect
 
@@ -23,14 +24,14 @@ OVERLOADED = 529
 M = TypeVar("M", bound=CountRequest)
 
 
-def routes(service: Service) -> list[Operation]:
+def routes(services: Services) -> list[Operation]:
     """Return the routes of Anthropic's API."""
 
     async def create(request: Request) -> Response:
-        return await _create(service, request)
+        return await _create(services, request)
 
     async def count(request: Request) -> Response:
-        body = await _read(service, request, CountRequest)
+        service, body = await _read(services, request, CountRequest)
         conversation = to_conversation(body, caller(request), service.default_sampling)
         return JSONResponse({"input_tokens": await service.count_tokens(conversation)})
 
@@ -49,8 +50,8 @@ def error_response(failure: Failure, request_id: str | None) -> Response:
     return JSONResponse({**events.error(failure), "request_id": request_id}, status, failure.headers)
 
 
-async def _create(service: Service, request: Request) -> Response:
-    body = await _read(service, request, MessagesRequest)
+async def _create(services: Services, request: Request) -> Response:
+    service, body = await _read(services, request, MessagesRequest)
     model = service.facts.name
     [output] = await service.chat(to_conversation(body, caller(request, body.user), service.default_sampling))
     if body.stream:
@@ -61,11 +62,10 @@ async def _create(service: Service, request: Request) -> Response:
     return Response(json.dumps(message), 200 if message else 499, media_type="application/json")
 
 
-async def _read(service: Service, request: Request, model: type[M]) -> M:
-    body = await read_body(request, model, service.limits)
-    service.check_ready()
-    service.check_model(body.model)
+async def _read(services: Services, request: Request, model: type[M]) -> tuple[Service, M]:
+    body = await read_body(request, model, services.limits)
+    service = await services.select(request, body.model)
     for message in body.messages:
         blocks = len(message.content) if isinstance(message.content, list) else 1
-        at_most("blocks of a message", blocks, service.limits.parts)
-    return body
+        at_most("blocks of a message", blocks, services.limits.parts)
+    return service, body

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from auraflux.serve.auth import caller
 from auraflux.serve.chat.output import ChatOutput
+from auraflux.serve.keep_alive import parse_keep_alive
 from auraflux.serve.ollama.lines import (
     NDJSON,
     AnswerLines,
@@ -17,7 +18,7 @@ from auraflux.serve.ollama.lines import (
     chat_fields,
     error_line,
     generate_fields,
-    loaded,
+    without_answer,
 )
 from auraflux.serve.ollama.requests import chat_request, check_generate, prompt_request, sampling_fields
 from auraflux.serve.ollama.schema import ChatAnswer, ChatRequest, GenerateAnswer, GenerateRequest, OllamaError
@@ -25,30 +26,29 @@ from auraflux.serve.openai.chat_request import to_conversation, to_format, to_sa
 from auraflux.serve.openai.schema import SamplingFields
 from auraflux.serve.operation import Operation
 from auraflux.serve.service import Service
+from auraflux.serve.services import Services
 from auraflux.serve.transport.body import read_body
 from auraflux.serve.transport.sse import run_until_disconnect
 
 
-def routes(service: Service) -> list[Operation]:
+def routes(services: Services) -> list[Operation]:
     """Return the routes that generate."""
 
     async def chat(request: Request) -> Response:
-        body = await read_body(request, ChatRequest, service.limits)
-        service.check_ready()
-        service.check_model(body.model)
+        body = await read_body(request, ChatRequest, services.limits)
         if not body.messages:
-            return JSONResponse(loaded(body.model, chat_fields))
+            return await _load(services, request, body, chat_fields)
+        service = await services.select(request, body.model, body.keep_alive)
         asked = chat_request(service, body)
         [output] = await service.chat(to_conversation(asked, service.limits, caller(request), service.default_sampling))
         return await _answer(service, request, body, output, chat_fields)
 
     async def generate(request: Request) -> Response:
-        body = await read_body(request, GenerateRequest, service.limits)
-        service.check_ready()
-        service.check_model(body.model)
+        body = await read_body(request, GenerateRequest, services.limits)
         check_generate(body)
-        if not body.prompt:
-            return JSONResponse(loaded(body.model, generate_fields))
+        if not body.prompt and not body.suffix:
+            return await _load(services, request, body, generate_fields)
+        service = await services.select(request, body.model, body.keep_alive)
         output = await _generate(service, body, caller(request))
         return await _answer(service, request, body, output, generate_fields)
 
@@ -68,9 +68,20 @@ def routes(service: Service) -> list[Operation]:
     ]
 
 
+async def _load(
+    services: Services, request: Request, body: ChatRequest | GenerateRequest, fields: Callable[[Part], dict[str, Any]]
+) -> Response:
+    """Answer a request without a prompt: it loads the model, or with `keep_alive: 0` unloads it."""
+    if parse_keep_alive(body.keep_alive) == 0:
+        reason = "unload" if await services.unload(body.model) else "load"
+        return JSONResponse(without_answer(body.model, fields, reason))
+    await services.select(request, body.model, body.keep_alive)
+    return JSONResponse(without_answer(body.model, fields, "load"))
+
+
 async def _generate(service: Service, body: GenerateRequest, user: str) -> ChatOutput:
     """Start the answer to a prompt: as a user's message, or raw, also for a model without a chat template."""
-    if not body.raw and (body.system or service.tokenizer.templates):
+    if not body.raw and not body.suffix and (body.system or service.tokenizer.templates):
         asked = prompt_request(service, body)
         [output] = await service.chat(to_conversation(asked, service.limits, user, service.default_sampling))
         return output
@@ -78,7 +89,8 @@ async def _generate(service: Service, body: GenerateRequest, user: str) -> ChatO
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = to_sampling(fields, service.default_sampling, max_tokens=fields.max_tokens, logprobs=logprobs)
     format = to_format(fields.response_format, None)
-    [output] = await service.complete([body.prompt or ""], sampling, format=format, count=1, user=user)
+    prompts, suffix = [body.prompt or ""], body.suffix or ""
+    [output] = await service.complete(prompts, sampling, format=format, count=1, user=user, suffix=suffix)
     return output
 
 

@@ -12,21 +12,21 @@ from auraflux.serve.limits import at_most
 from auraflux.serve.ollama.schema import Embeddings, EmbedRequest, OllamaError, OneEmbedding, PromptEmbedRequest
 from auraflux.serve.openai.embeddings import inputs_of, prompt_of, vectors
 from auraflux.serve.operation import Operation
-from auraflux.serve.service import Service
+from auraflux.serve.services import Services
 from auraflux.serve.transport.body import read_body
 from auraflux.serve.transport.sse import run_until_disconnect
 
 
-def routes(service: Service) -> list[Operation]:
+def routes(services: Services) -> list[Operation]:
     """Return the routes that embed."""
 
     async def embed(request: Request) -> Response:
-        body = await read_body(request, EmbedRequest, service.limits)
-        return _response(await _embed(service, request, body))
+        body = await read_body(request, EmbedRequest, services.limits)
+        return _response(await _embed(services, request, body))
 
     async def embed_prompt(request: Request) -> Response:
-        body = await read_body(request, PromptEmbedRequest, service.limits)
-        found = await _embed(service, request, EmbedRequest(model=body.model, input=body.prompt))
+        body = await read_body(request, PromptEmbedRequest, services.limits)
+        found = await _embed(services, request, EmbedRequest(model=body.model, input=body.prompt, keep_alive=body.keep_alive))
         return _response(None if found is None else {"embedding": found["embeddings"][0]})
 
     summary, older = "Embed one or more inputs (Ollama).", "Embed a text (Ollama, older)."
@@ -43,9 +43,8 @@ def routes(service: Service) -> list[Operation]:
     ]
 
 
-async def _embed(service: Service, request: Request, body: EmbedRequest) -> dict[str, Any] | None:
-    service.check_ready()
-    service.check_model(body.model)
+async def _embed(services: Services, request: Request, body: EmbedRequest) -> dict[str, Any] | None:
+    service = await services.select(request, body.model, body.keep_alive)
     inputs, prompt, started = inputs_of(body.input), prompt_of(service, None), time.perf_counter()
     at_most("input", len(inputs), service.limits.embeddings)
     work = service.embed(inputs, user=caller(request), prompt=prompt, truncate=body.truncate is not False)

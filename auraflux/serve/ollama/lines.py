@@ -149,9 +149,9 @@ def error_line(failure: Failure) -> bytes:
     return line({"error": failure.message})
 
 
-def loaded(model: str, fields: Callable[[Part], Json]) -> Json:
-    """Return the answer to a request without a prompt, which asks to load the model."""
-    return {"model": model, "created_at": timestamp(), **fields(Part()), "done": True, "done_reason": "load"}
+def without_answer(model: str, fields: Callable[[Part], Json], reason: str) -> Json:
+    """Return the response to a request without a prompt, which asks to load or unload the model."""
+    return {"model": model, "created_at": timestamp(), **fields(Part()), "done": True, "done_reason": reason}
 
 
 def timestamp(seconds: float | None = None) -> str:

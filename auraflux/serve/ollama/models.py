@@ -1,4 +1,4 @@
-"""Ollama's requests about models: the served one is listed; with `--manage-models` others are downloaded and deleted."""
+"""Ollama's requests about models: served ones are listed; with `--manage-models` others are downloaded and deleted."""
 
 import hashlib
 from typing import Any
@@ -14,18 +14,18 @@ from auraflux.serve.ollama.pull import Downloads
 from auraflux.serve.ollama.requests import capabilities
 from auraflux.serve.ollama.schema import Models, NameRequest, OllamaError, Progress, PullRequest, ShownModel, Version
 from auraflux.serve.operation import Endpoint, Operation
-from auraflux.serve.service import Service
+from auraflux.serve.services import Listing, Services
 from auraflux.serve.transport.body import read_body
 from auraflux.weights.download.local_models import remove
 
 # clients refuse servers that look old to them: GitHub Copilot those before 0.6.4, others those before 0.14.2
 API_VERSION = "0.14.3"
-# the served model stays loaded, whatever `keep_alive` says
+# a model that is not unloaded
 NEVER = "2318-01-01T00:00:00Z"
 UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
-def routes(service: Service, manage: bool) -> list[Route]:
+def routes(services: Services, manage: bool) -> list[Route]:
     """Return the routes about models; without `manage`, clients may neither download nor delete any."""
     downloads = Downloads()
 
@@ -33,50 +33,47 @@ def routes(service: Service, manage: bool) -> list[Route]:
         return JSONResponse({"version": API_VERSION})
 
     async def tags(request: Request) -> Response:
-        return JSONResponse({"models": [{**_listed(service), "modified_at": timestamp(service.created)}]})
+        modified = timestamp(services.created)
+        return JSONResponse({"models": [{**_listed(each), "modified_at": modified} for each in await services.listings()]})
 
     async def running(request: Request) -> Response:
-        facts = service.facts
-        listed = _listed(service)
-        on_gpu = listed["size"] if facts.device.startswith("cuda") else 0
-        more = {"expires_at": NEVER, "size_vram": on_gpu, "context_length": facts.context}
-        return JSONResponse({"models": [{**listed, **more}]})
+        return JSONResponse({"models": [_running(each) for each in await services.listings() if each.loaded is not None]})
 
     async def show(request: Request) -> Response:
-        body = await read_body(request, NameRequest, service.limits)
-        service.check_model(_named(body))
-        return JSONResponse(_shown(service))
+        body = await read_body(request, NameRequest, services.limits)
+        return JSONResponse(_shown(await services.listing(_named(body)), services.created))
 
     async def pull(request: Request) -> Response:
-        body = await read_body(request, PullRequest, service.limits)
+        body = await read_body(request, PullRequest, services.limits)
         name = _named(body)
-        if service.serves(name):
+        if services.knows(name):
             steps = downloads.present()
         elif manage:
             steps = downloads.fetch(name)
         else:
-            raise _not_allowed(service, "download")
+            raise await _not_allowed(services, "download")
         if body.stream is not False:
-            return LineStream(steps, [], error_line, service.limits.idle_s)
+            return LineStream(steps, [], error_line, services.limits.idle_s)
         async for _ in steps:
             pass
         return JSONResponse({"status": "success"})
 
     async def delete(request: Request) -> Response:
-        body = await read_body(request, NameRequest, service.limits)
+        body = await read_body(request, NameRequest, services.limits)
         name = _named(body)
         if not manage:
-            raise _not_allowed(service, "delete")
-        if service.serves(name):
+            raise await _not_allowed(services, "delete")
+        if services.knows(name):
             raise Failure(400, f"The model {name!r} is being served; stop the server before you delete it.")
-        if not remove(name.removesuffix(":latest"), service.facts.path):
+        paths = [each.path for each in await services.listings() if each.path is not None]
+        if not remove(name.removesuffix(":latest"), paths):
             raise Failure(404, f"There is no downloaded model {name[:200]!r}.")
         return JSONResponse({"status": "success"})
 
     described: list[tuple[str, str, Endpoint, str, type[BaseModel] | None, type[BaseModel]]] = [
         ("GET", "/api/version", version, "Return the version of Ollama's API.", None, Version),
-        ("GET", "/api/tags", tags, "List the served model (Ollama).", None, Models),
-        ("GET", "/api/ps", running, "List the loaded model (Ollama).", None, Models),
+        ("GET", "/api/tags", tags, "List the models (Ollama).", None, Models),
+        ("GET", "/api/ps", running, "List the loaded models (Ollama).", None, Models),
         ("POST", "/api/show", show, "Describe a model (Ollama).", NameRequest, ShownModel),
         ("DELETE", "/api/delete", delete, "Delete a downloaded model (Ollama).", NameRequest, Progress),
     ]
@@ -105,27 +102,35 @@ def _named(body: NameRequest) -> str:
     return body.given
 
 
-def _not_allowed(service: Service, action: str) -> Failure:
+async def _not_allowed(services: Services, action: str) -> Failure:
     message = f"Clients may not {action} models here: start the server with --manage-models. The served model: "
-    return Failure(403, f"{message}{service.facts.name}.", code="not_allowed")
+    return Failure(403, f"{message}{', '.join(each.name for each in await services.listings())}.", code="not_allowed")
 
 
-def _listed(service: Service) -> dict[str, Any]:
-    facts = service.facts
+def _listed(model: Listing) -> dict[str, Any]:
     # clients look a model up by its name with a tag
-    name = facts.name if ":" in facts.name else f"{facts.name}:latest"
-    size = facts.headers.nbytes if facts.headers else 0
-    digest = hashlib.sha256(f"{facts.name} {size}".encode()).hexdigest()
-    return {"name": name, "model": name, "size": size, "digest": digest, "details": _details(service)}
+    name = model.name if ":" in model.name else f"{model.name}:latest"
+    size = model.headers.nbytes if model.headers else 0
+    digest = hashlib.sha256(f"{model.name} {size}".encode()).hexdigest()
+    return {"name": name, "model": name, "size": size, "digest": digest, "details": _details(model)}
 
 
-def _details(service: Service) -> dict[str, Any]:
-    facts, headers = service.facts, service.facts.headers
+def _running(model: Listing) -> dict[str, Any]:
+    listed, loaded = _listed(model), model.loaded
+    assert loaded is not None, "only loaded models run"
+    size = loaded.nbytes or listed["size"]
+    expires = NEVER if loaded.expires_at is None else timestamp(loaded.expires_at)
+    on_gpu = size if loaded.device.startswith("cuda") else 0
+    return {**listed, "size": size, "expires_at": expires, "size_vram": on_gpu, "context_length": model.context}
+
+
+def _details(model: Listing) -> dict[str, Any]:
+    headers = model.headers
     return {
         "parent_model": "",
         "format": "gguf" if headers and headers.form == "gguf" else "safetensors",
-        "family": facts.model_type,
-        "families": [facts.model_type],
+        "family": model.model_type,
+        "families": [model.model_type],
         "parameter_size": _count(headers.parameters) if headers and headers.parameters else "unknown",
         "quantization_level": next(iter(headers.formats), "unknown").upper() if headers else "unknown",
     }
@@ -136,24 +141,22 @@ def _count(parameters: int) -> str:
     return f"{parameters / size:.1f}{unit}"
 
 
-def _shown(service: Service) -> dict[str, Any]:
-    facts, kind = service.facts, service.facts.model_type
-    tokenizer = service.link.tokenizer
-    info = {
-        "general.architecture": kind,
-        "general.basename": facts.name,
-        f"{kind}.context_length": facts.context,
-        f"{kind}.vocab_size": facts.vocab,
-    }
-    if facts.headers and facts.headers.parameters:
-        info["general.parameter_count"] = facts.headers.parameters
-    settings = facts.default_sampling.settings
+def _shown(model: Listing, created: int) -> dict[str, Any]:
+    kind = model.model_type
+    info: dict[str, Any] = {"general.architecture": kind, "general.basename": model.name}
+    if model.context is not None:
+        info[f"{kind}.context_length"] = model.context
+    if model.loaded is not None:
+        info[f"{kind}.vocab_size"] = model.loaded.vocab
+    if model.headers and model.headers.parameters:
+        info["general.parameter_count"] = model.headers.parameters
+    settings = model.default_sampling.settings if model.default_sampling else {}
     return {
-        "modelfile": f"FROM {facts.name}\n",
+        "modelfile": f"FROM {model.name}\n",
         "parameters": "\n".join(f"{name} {value:g}" for name, value in settings.items()),
-        "template": tokenizer.templates.get("default", "") if tokenizer else "",
-        "details": _details(service),
+        "template": (model.templates or {}).get("default", ""),
+        "details": _details(model),
         "model_info": info,
-        "capabilities": capabilities(service),
-        "modified_at": timestamp(service.created),
+        "capabilities": capabilities(model),
+        "modified_at": timestamp(created),
     }

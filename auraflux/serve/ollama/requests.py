@@ -5,14 +5,16 @@ from typing import Any
 from auraflux.errors import InputError
 from auraflux.serve.ollama.schema import AnswerFields, ChatRequest, GenerateRequest, Message
 from auraflux.serve.openai import schema as openai
+from auraflux.serve.parse import find_syntax
 from auraflux.serve.service import Service
+from auraflux.serve.services import Listing
 
 EFFORTS = ("low", "medium", "high", "max")
 
 
 def chat_request(service: Service, body: ChatRequest) -> openai.ChatCompletionRequest:
     """Convert a chat request; refuse what the model's chat template lacks."""
-    if body.tools and "tools" not in capabilities(service):
+    if body.tools and "tools" not in capabilities(service.describe()):
         raise InputError(f"The model {service.facts.name} does not support tools: its chat template has none.")
     return _with_messages(service, body, _messages(body.messages or []), tools=body.tools)
 
@@ -27,23 +29,21 @@ def check_generate(body: GenerateRequest) -> None:
     """Refuse the fields of a generate request that change its meaning and are not supported."""
     if body.images:
         raise InputError("images are not supported: this model takes text only.")
-    if body.suffix:
-        raise InputError("suffix is not supported: generation is left to right only.")
     if body.template:
         raise InputError("template is not supported: give a complete prompt with raw: true instead.")
     if body.context:
         raise InputError("context is not supported: send the earlier messages to /api/chat.")
 
 
-def capabilities(service: Service) -> list[str]:
-    """Return Ollama's names for what the model can do."""
-    embedding = service.facts.embedding
+def capabilities(model: Listing) -> list[str]:
+    """Return Ollama's names for what a model can do."""
+    embedding, templates = model.embedding, model.templates
     if embedding is not None and embedding.refusal is None:
         return ["embedding"]
-    if service.link.tokenizer is None:
+    if templates is None:
         return ["completion"]
-    templates, syntax = service.tokenizer.templates, service.syntax
-    found = ["completion"]
+    syntax = find_syntax(model.model_type, templates.get("tool_use") or templates.get("default"))
+    found = ["completion", *(["insert"] if model.fills_middle else [])]
     if "tool_use" in templates or "tools" in templates.get("default", ""):
         found.append("tools")
     if templates and (syntax.may_think or syntax.reply_channels is not None):
@@ -89,7 +89,7 @@ def _thinking(service: Service, body: AnswerFields) -> dict[str, Any]:
         return {}
     if isinstance(think, str) and think not in EFFORTS:
         raise InputError(f"think is {think[:80]!r}; it must be true, false, {', '.join(map(repr, EFFORTS))}.")
-    if think and "thinking" not in capabilities(service):
+    if think and "thinking" not in capabilities(service.describe()):
         raise InputError(f"The model {service.facts.name} does not support thinking: its chat template has none.")
     # templates know one name or the other
     switch = {"chat_template_kwargs": dict.fromkeys(("enable_thinking", "thinking"), bool(think))}

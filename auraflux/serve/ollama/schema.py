@@ -87,6 +87,7 @@ class EmbedRequest(ApiModel):
     model: str = Field(min_length=1)
     input: str | list[str]
     truncate: bool | None = None
+    keep_alive: float | str | None = None
     dimensions: int | None = Field(default=None, ge=1, lt=1 << 31)
 
 
@@ -95,6 +96,7 @@ class PromptEmbedRequest(ApiModel):
 
     model: str = Field(min_length=1)
     prompt: str
+    keep_alive: float | str | None = None
 
 
 class Embeddings(ApiModel):
@@ -186,7 +188,7 @@ class ListedModel(ApiModel):
 
 
 class Models(ApiModel):
-    """The served model."""
+    """The models."""
 
     models: list[ListedModel]
 

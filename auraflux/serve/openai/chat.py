@@ -21,18 +21,18 @@ from auraflux.serve.openai.response_schema import ChatCompletion
 from auraflux.serve.openai.schema import ChatCompletionRequest
 from auraflux.serve.operation import EVENTS, Operation
 from auraflux.serve.service import Service
+from auraflux.serve.services import Services
 from auraflux.serve.transport.body import read_body
 from auraflux.serve.transport.sse import DONE, EventStream, merge_outputs, run_until_disconnect, sse
 from auraflux.serve.usage import timings_of, usage_of
 
 
-def routes(service: Service) -> list[Route]:
+def routes(services: Services) -> list[Route]:
     """Return the chat completions route."""
 
     async def chat(request: Request) -> Response:
-        body = await read_body(request, ChatCompletionRequest, service.limits)
-        service.check_ready()
-        service.check_model(body.model)
+        body = await read_body(request, ChatCompletionRequest, services.limits)
+        service = await services.select(request, body.model)
         user, defaults = caller(request, body.user), service.default_sampling
         outputs = await service.chat(to_conversation(body, service.limits, user, defaults))
         if body.stream:

@@ -26,6 +26,7 @@ from auraflux.serve.openai.response_schema import Completion
 from auraflux.serve.openai.schema import CompletionRequest
 from auraflux.serve.operation import EVENTS, Operation
 from auraflux.serve.service import Service
+from auraflux.serve.services import Services
 from auraflux.serve.transport.body import read_body
 from auraflux.serve.transport.sse import DONE, EventStream, merge_outputs, run_until_disconnect
 from auraflux.serve.usage import timings_of, usage_of
@@ -35,13 +36,12 @@ MAX_TOKENS = 16
 Prompt = str | list[int]
 
 
-def routes(service: Service) -> list[Route]:
+def routes(services: Services) -> list[Route]:
     """Return the completions route."""
 
     async def complete(request: Request) -> Response:
-        body = await read_body(request, CompletionRequest, service.limits)
-        service.check_ready()
-        service.check_model(body.model)
+        body = await read_body(request, CompletionRequest, services.limits)
+        service = await services.select(request, body.model)
         _check(body)
         prompts, count = _prompts(body), body.n or 1
         at_most("prompt", len(prompts), service.limits.prompts)
@@ -52,7 +52,8 @@ def routes(service: Service) -> list[Route]:
         user = caller(request, body.user)
         echoes = _echoes(service, prompts) if body.echo else None
         scored = _scored(body)
-        outputs = await service.complete(prompts, sampling, format=format, count=count, user=user, prompt_logprobs=scored)
+        about: dict[str, Any] = {"user": user, "prompt_logprobs": scored, "suffix": body.suffix or ""}
+        outputs = await service.complete(prompts, sampling, format=format, count=count, **about)
         completions = _CompletionOutputs(service, outputs, count, echoes, body)
         if body.stream:
             include_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -68,8 +69,8 @@ def routes(service: Service) -> list[Route]:
 
 
 def _check(body: CompletionRequest) -> None:
-    if body.suffix:
-        raise InputError("suffix is not supported: generation is left to right only.")
+    if body.suffix and (body.echo or body.prompt_logprobs is not None):
+        raise InputError("echo and prompt_logprobs are not supported together with suffix: leave them out.")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InputError(f"best_of={body.best_of} is not supported: all generated completions are returned, so use n instead.")
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:

@@ -16,19 +16,19 @@ from auraflux.serve.openai.response_schema import EmbeddingList
 from auraflux.serve.openai.schema import EmbeddingsRequest
 from auraflux.serve.operation import Operation
 from auraflux.serve.service import Service
+from auraflux.serve.services import Services
 from auraflux.serve.transport.body import read_body
 from auraflux.serve.transport.sse import run_until_disconnect
 
 Text = str | list[int]
 
 
-def routes(service: Service) -> list[Operation]:
+def routes(services: Services) -> list[Operation]:
     """Return the embeddings route."""
 
     async def embed(request: Request) -> Response:
-        body = await read_body(request, EmbeddingsRequest, service.limits)
-        service.check_ready()
-        service.check_model(body.model)
+        body = await read_body(request, EmbeddingsRequest, services.limits)
+        service = await services.select(request, body.model)
         inputs, prompt = inputs_of(body.input), prompt_of(service, body.prompt_name)
         at_most("input", len(inputs), service.limits.embeddings)
         work = service.embed(inputs, user=caller(request, body.user), prompt=prompt)

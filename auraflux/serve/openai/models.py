@@ -21,40 +21,40 @@ from auraflux.serve.openai.response_schema import (
 from auraflux.serve.openai.schema import DetokenizeRequest, ExpertPlacementRequest, TokenizeRequest
 from auraflux.serve.operation import Operation
 from auraflux.serve.service import Service
+from auraflux.serve.services import Listing, Services
 from auraflux.serve.transport.body import read_body
 
 
-def routes(service: Service) -> list[Route]:
-    """Return the routes about the model."""
+def routes(services: Services) -> list[Route]:
+    """Return the routes about models."""
 
     async def list_models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model(service)]})
+        return JSONResponse({"object": "list", "data": [_model(each, services.created) for each in await services.listings()]})
 
     async def one_model(request: Request) -> Response:
-        service.check_model(request.path_params["model"])
-        return JSONResponse(_model(service))
+        return JSONResponse(_model(await services.listing(request.path_params["model"]), services.created))
 
     async def tokenize(request: Request) -> Response:
-        body = await read_body(request, TokenizeRequest, service.limits)
-        service.check_model(body.model)
+        body = await read_body(request, TokenizeRequest, services.limits)
+        service = await services.select(request, body.model)
         tokens = await _tokens(service, body)
         return JSONResponse({"count": len(tokens), "max_model_len": service.facts.context, "tokens": tokens})
 
     async def detokenize(request: Request) -> Response:
-        body = await read_body(request, DetokenizeRequest, service.limits)
-        service.check_model(body.model)
+        body = await read_body(request, DetokenizeRequest, services.limits)
+        service = await services.select(request, body.model)
         wrong = next((token for token in body.tokens if token >= service.facts.vocab), None)
         if wrong is not None:
             raise InputError(f"Token id {wrong} is outside the model's vocabulary of {service.facts.vocab} tokens.")
         return JSONResponse({"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens, True)})
 
     async def tokenizer_info(request: Request) -> Response:
-        tokenizer = service.tokenizer
+        tokenizer = (await services.select(request, request.query_params.get("model"))).tokenizer
         return JSONResponse({**tokenizer.names, "chat_template": tokenizer.templates.get("default")})
 
     async def place_experts(request: Request) -> Response:
-        body = await read_body(request, ExpertPlacementRequest, service.limits)
-        service.check_model(body.model)
+        body = await read_body(request, ExpertPlacementRequest, services.limits)
+        service = await services.select(request, body.model)
         return JSONResponse(asdict(await service.place_experts()))
 
     place = Operation(
@@ -66,7 +66,7 @@ def routes(service: Service) -> list[Route]:
         statuses=(503,),
     )
     return [
-        Operation("/v1/models", list_models, summary="List the served model.", response=ModelList, statuses=(503,)),
+        Operation("/v1/models", list_models, summary="List the models.", response=ModelList, statuses=(503,)),
         Operation("/v1/models/{model:path}", one_model, summary="Describe a model.", response=ServedModel, statuses=(404, 503)),
         Operation(
             "/tokenize", tokenize, summary="Tokenize a text or a conversation.", request=TokenizeRequest, response=TokenList
@@ -93,17 +93,19 @@ async def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
     return await service.tokenize(tokenize_request_to_conversation(body, service.limits), body.add_generation_prompt)
 
 
-def _model(service: Service) -> dict[str, Any]:
-    facts = service.facts
+def _model(model: Listing, created: int) -> dict[str, Any]:
+    loaded, sampling = model.loaded, model.default_sampling
     return {
-        "id": facts.name,
+        "id": model.name,
         "object": "model",
-        "created": service.created,
+        "created": created,
         "owned_by": "auraflux",
-        "max_model_len": facts.context,
-        "vocab_size": facts.vocab,
-        "model_type": facts.model_type,
-        "kv": facts.kv,
-        "device": facts.device,
-        "default_sampling": asdict(facts.default_sampling),
+        "aliases": list(model.aliases),
+        "loaded": loaded is not None,
+        "max_model_len": model.context,
+        "vocab_size": None if loaded is None else loaded.vocab,
+        "model_type": model.model_type,
+        "kv": None if loaded is None else loaded.kv,
+        "device": None if loaded is None else loaded.device,
+        "default_sampling": None if sampling is None else asdict(sampling),
     }

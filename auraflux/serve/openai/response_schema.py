@@ -118,12 +118,14 @@ class ServedModel(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int = Field(description="Most tokens of prompt and answer together.")
-    vocab_size: int
+    aliases: list[str]
+    loaded: bool
+    max_model_len: int | None = Field(description="Most tokens of prompt and answer together; null if not known yet.")
+    vocab_size: int | None
     model_type: str
-    kv: str = Field(description="Format of the KV cache.")
-    device: str
-    default_sampling: DefaultSampling
+    kv: str | None = Field(description="Format of the KV cache; this and what follows is null before the model is loaded.")
+    device: str | None
+    default_sampling: DefaultSampling | None
 
 
 class ModelList(BaseModel):
@@ -181,3 +183,21 @@ class ExpertPlacementResponse(BaseModel):
 
 class State(BaseModel):
     status: str
+
+
+class RankedResult(BaseModel):
+    """A document with its relevance from 0 to 1."""
+
+    index: int
+    relevance_score: float
+    document: dict[str, str] | None = None
+
+
+class Ranking(BaseModel):
+    """Documents, the most relevant first."""
+
+    id: str
+    model: str
+    usage: dict[str, int]
+    meta: dict[str, Any]
+    results: list[RankedResult]

@@ -19,16 +19,16 @@ from auraflux.serve.openai.responses_events import ResponseEvents
 from auraflux.serve.openai.responses_request import functions, to_conversation
 from auraflux.serve.openai.responses_schema import ResponseReply, ResponsesRequest
 from auraflux.serve.operation import EVENTS, Operation
-from auraflux.serve.service import Service
+from auraflux.serve.services import Services
 from auraflux.serve.transport.body import read_body
 from auraflux.serve.transport.sse import EventStream, run_until_disconnect
 
 
-def routes(service: Service) -> list[Operation]:
+def routes(services: Services) -> list[Operation]:
     """Return the Responses route."""
 
     async def respond(request: Request) -> Response:
-        return await _respond(service, request)
+        return await _respond(services, request)
 
     summary = "Answer a conversation (OpenAI Responses); each request carries the complete history."
     return [
@@ -36,10 +36,9 @@ def routes(service: Service) -> list[Operation]:
     ]
 
 
-async def _respond(service: Service, request: Request) -> Response:
-    body = await read_body(request, ResponsesRequest, service.limits)
-    service.check_ready()
-    service.check_model(body.model)
+async def _respond(services: Services, request: Request) -> Response:
+    body = await read_body(request, ResponsesRequest, services.limits)
+    service = await services.select(request, body.model)
     if isinstance(body.input, list):
         at_most("items of input", len(body.input), service.limits.messages)
     conversation = to_conversation(body, caller(request, body.named), service.default_sampling)

@@ -167,6 +167,28 @@ class EmbeddingsRequest(ApiModel):
     user: str | None = None
 
 
+class RankedDocument(ApiModel):
+    """A document as an object."""
+
+    text: str
+
+
+class RerankRequest(ApiModel):
+    """A query, and documents to order by their relevance to it. `max_tokens_per_doc` cuts documents that are longer.
+
+    `instruction` says what makes a document relevant, in place of the model's default.
+    """
+
+    query: str
+    documents: list[str | RankedDocument]
+    model: str | None = None
+    top_n: PositiveInt | None = None
+    return_documents: bool | None = None
+    max_tokens_per_doc: PositiveInt | None = None
+    instruction: Annotated[str, Field(max_length=10_000)] | None = None
+    user: str | None = None
+
+
 class TokenizeRequest(ApiModel):
     """A text or a conversation to tokenize."""
 

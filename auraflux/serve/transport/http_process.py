@@ -10,13 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import uvicorn
 
-from auraflux.serve.app import make_app
+from auraflux.serve.app import make_app, make_inner_app
 from auraflux.serve.auth import Access
+from auraflux.serve.batch.batches import Batches
 from auraflux.serve.limits import Limits
 from auraflux.serve.service import Service
+from auraflux.serve.services import Services
 from auraflux.serve.transport.pipe import PipeLink
 from auraflux.tokenizer.template_process import process as template_process
 
@@ -32,6 +35,7 @@ class HttpSettings:
     waiting   length of the request queue; further requests are refused
     grace_s   seconds for running requests to finish at shutdown
     log_json  log one JSON object per line
+    files     folder of clients' files and batches; None to keep none
     """
 
     access: Access = field(default_factory=Access)
@@ -39,6 +43,7 @@ class HttpSettings:
     waiting: int = 256
     grace_s: float = 30.0
     log_json: bool = False
+    files: Path | None = None
 
 
 class JsonFormatter(logging.Formatter):
@@ -65,8 +70,9 @@ def set_up_log(as_json: bool) -> None:
 class Server(uvicorn.Server):
     """A uvicorn server that drains running requests before it closes connections."""
 
-    def __init__(self, service: Service, settings: HttpSettings):
-        app = make_app(service, settings.access)
+    def __init__(self, services: Services, settings: HttpSettings):
+        self.batches = None if settings.files is None else Batches(settings.files)
+        app = make_app(services, settings.access, self.batches)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -78,14 +84,22 @@ class Server(uvicorn.Server):
                 server_header=False,
             )
         )
-        self.service, self.settings = service, settings
+        self.services, self.settings = services, settings
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections, and run the batches."""
+        await super().startup(sockets)
+        if self.batches is not None:
+            self.batches.start(make_inner_app(self.services))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, drain running requests, then close."""
         for server in self.servers:
             server.close()
         started = time.monotonic()
-        await self.service.drain(self.settings.grace_s)
+        if self.batches is not None:
+            await self.batches.stop()
+        await self.services.drain(self.settings.grace_s)
         # slow clients may still be reading
         left = max(0.0, self.settings.grace_s - (time.monotonic() - started))
         self.config.timeout_graceful_shutdown = int(left) + EXTRA_GRACE_S

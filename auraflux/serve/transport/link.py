@@ -46,6 +46,20 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
+class ModelPlan:
+    """Memory that a model will take beside others.
+
+    device  whose memory it is
+    nbytes  of it
+    limit   that all models may take of this device; None for main memory, which the server divides
+    """
+
+    device: str
+    nbytes: int
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
 class Gauges:
     """State of the scheduler, sent after engine steps.
 

@@ -22,6 +22,7 @@ SUBMIT, CANCEL, PLACE_EXPERTS = "submit", "cancel", "place_experts"
 READY, OUTPUTS, UNAVAILABLE, STOP, EXPERTS_PLACED = "ready", "outputs", "unavailable", "stop", "experts_placed"
 
 LOADING = "The model is being loaded; try again soon."
+ENDED = "The model process has ended."
 
 OutputBatch = list[tuple[int, tuple[Any, ...]]]
 
@@ -72,15 +73,22 @@ def _join(outputs: deque[Output]) -> Output:
 class PipeLink:
     """The model, as the HTTP process sees it.
 
-    waiting  most requests in the queue
-    on_stop  called when the model process sends STOP or ends
+    waiting   most requests in the queue
+    on_stop   called when the model process sends STOP or ends
+    on_ready  called when the model became available or unavailable
     """
 
-    def __init__(self, connection: Connection, waiting: int, on_stop: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        connection: Connection,
+        waiting: int,
+        on_stop: Callable[[], None] = lambda: None,
+        on_ready: Callable[[], None] = lambda: None,
+    ):
         self.facts: ModelFacts | None = None
         self.tokenizer: Tokenizer | None = None
         self.gauges, self.unavailable_reason = Gauges(), LOADING
-        self.waiting, self.on_stop = waiting, on_stop
+        self.waiting, self.on_stop, self._on_ready = waiting, on_stop, on_ready
         self._connection, self._count = connection, 0
         self._streams: dict[int, PipeOutputStream] = {}
         self._placements: list[asyncio.Future[PlacementResult]] = []
@@ -131,8 +139,10 @@ class PipeLink:
                     self._push(number, Output(*values))
             case (str(kind), ModelFacts() as facts, tokenizer) if kind == READY:
                 self.facts, self.tokenizer = facts, tokenizer
+                self._on_ready()
             case (str(kind), str(reason)) if kind == UNAVAILABLE:
                 self.facts, self.unavailable_reason = None, reason
+                self._on_ready()
             case (str(kind),) if kind == STOP:
                 self.on_stop()
             case (str(kind), placed) if kind == EXPERTS_PLACED:
@@ -159,7 +169,7 @@ class PipeLink:
         """End all requests after the model process has ended."""
         self.close()
         while self._placements:
-            self._experts_placed(BackendError("The model process has ended."))
+            self._experts_placed(BackendError(ENDED))
         for number in list(self._streams):
-            self._push(number, Output(finish_reason="error", error="The model process has ended."))
+            self._push(number, Output(finish_reason="error", error=ENDED))
         self.on_stop()

@@ -1,7 +1,7 @@
 """`local_models`: the models that are downloaded, by the names that load them. Uses no network."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from auraflux.errors import FetchError, SettingsError
@@ -18,16 +18,16 @@ def local_models() -> Iterator[tuple[str, Path]]:
     yield from _cached(_hub_folder())
 
 
-def remove(name: str, in_use: Path | None = None) -> bool:
+def remove(name: str, in_use: Iterable[Path] = ()) -> bool:
     """Delete a downloaded model by its name in `local_models`; return whether there was one.
 
-    in_use  the path of a model that runs, which is not deleted
+    in_use  paths of models that are served, which are not deleted
     """
     path = dict(local_models()).get(name)
     if path is None:
         return False
     whole = path.parents[1] if path.is_dir() else path
-    if in_use is not None and (in_use.absolute().is_relative_to(whole.absolute()) or in_use.resolve() == path.resolve()):
+    if any(each.absolute().is_relative_to(whole.absolute()) or each.resolve() == path.resolve() for each in in_use):
         raise SettingsError(f"the model {name} is in use and cannot be deleted.")
     try:
         if path.is_dir():

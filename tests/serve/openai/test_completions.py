@@ -81,7 +81,7 @@ def test_response_format():
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"suffix": "end"}, "left to right"),
+        ({"suffix": "end"}, "cannot fill in the middle"),
         ({"best_of": 3}, "best_of=3"),
         ({"echo": True, "logprobs": 1, "stream": True}, "not streamed"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),

@@ -1,5 +1,7 @@
 """The OpenAPI document, and random requests generated from it: none may cause a server error."""
 
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -9,11 +11,13 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
 
 from auraflux.serve.app import make_app
+from auraflux.serve.batch.batches import Batches
 from auraflux.serve.limits import Limits
 from auraflux.serve.service import Service
 from tests.serve.fake_link import FakeLink
 
-APP = make_app(Service(FakeLink("Hello there!"), Limits(body_nbytes=1 << 16)))
+KEPT = Batches(Path(mkdtemp(prefix="auraflux-files-")))
+APP = make_app(Service(FakeLink("Hello there!"), Limits(body_nbytes=1 << 16)), batches=KEPT)
 CHANCE = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
@@ -35,6 +39,9 @@ def test_every_route_is_described():
         "/detokenize",
         "/tokenizer_info",
         "/v1/embeddings",
+        *("/v1/rerank", "/rerank", "/v2/rerank"),
+        *("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"),
+        *("/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"),
         "/v1/experts/placement",
         *(
             f"/api/{name}"

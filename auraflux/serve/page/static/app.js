@@ -51,7 +51,8 @@ class App {
       rename: (conversation, title) => this.rename(conversation, title),
       remove: (conversation) => this.removeConversation(conversation),
     });
-    this.attachments = new Attachments(() => this.showWaiting(), (text) => countTokens({ prompt: text, add_special_tokens: false }));
+    const count = (text) => countTokens({ model: this.server.model?.id, prompt: text, add_special_tokens: false });
+    this.attachments = new Attachments(() => this.showWaiting(), count);
     this.composer = new Composer(this.attachments, {
       send: (text, files) => this.ask(text, files, this.current.leaf),
       stop: () => this.stop(),
@@ -111,7 +112,7 @@ class App {
   showServer() {
     const { state, text, model } = this.server;
     const box = byId("server");
-    if (model) this.settings.describe(model);
+    if (model) this.settings.describe(model, this.server.models, (id) => this.server.choose(id));
     Object.assign(box, { title: text, ariaLabel: `Server: ${text}` });
     box.dataset.state = state;
     byId("server-text").textContent = text;

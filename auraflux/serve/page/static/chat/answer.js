@@ -122,8 +122,8 @@ export class Answer {
     const { content, reasoning } = this.begun;
     const added = (message.reasoning ?? "").slice(reasoning.length) + message.content.slice(content.length);
     const [completion_tokens, prompt_tokens] = await Promise.all([
-      countTokens({ prompt: added, add_special_tokens: false }),
-      countTokens({ messages: this.messages, add_generation_prompt: !this.isContinuation() }),
+      countTokens({ model: message.model, prompt: added, add_special_tokens: false }),
+      countTokens({ model: message.model, messages: this.messages, add_generation_prompt: !this.isContinuation() }),
     ]);
     if (completion_tokens === null || prompt_tokens === null) return;
     this.setFigures({ ...this.measured(completion_tokens, this.duration()), prompt_tokens, completion_tokens });

@@ -2,6 +2,7 @@
 
 import { askForNewKey, key, pause, request, ServerError } from "./api.js";
 
+const CHOSEN = "auraflux.model";
 const EVERY_S = 0.7;
 const TIMEOUT_MS = 1000;
 
@@ -12,6 +13,7 @@ export class Server {
     this.state = "loading";
     this.text = "Connecting";
     this.model = null;
+    this.models = [];
     this.refused = null;
     this.wake = () => {};
     this.first = new Promise((resolve) => (this.resolve = resolve));
@@ -42,7 +44,8 @@ export class Server {
   async describe() {
     try {
       const response = await request("v1/models", { ask: false, onwait: (why) => this.set("loading", why) });
-      this.model = (await response.json()).data?.[0] ?? null;
+      this.models = (await response.json()).data ?? [];
+      this.model = this.models.find((one) => one.id === chosenModel()) ?? this.models[0] ?? null;
       this.refused = null;
       if (!this.model) return this.set("loading", "The server has no model");
       this.resolve(this.model);
@@ -54,6 +57,16 @@ export class Server {
       this.refused = key();
       return void this.unlock();
     }
+  }
+
+  // Answer with another of the server's models from now on.
+  choose(id) {
+    const found = this.models.find((one) => one.id === id);
+    if (!found) return;
+    localStorage.setItem(CHOSEN, id);
+    this.model = found;
+    this.text = found.id;
+    this.changed(this);
   }
 
   // Ask the user for a key, and try it.
@@ -70,6 +83,8 @@ export class Server {
     this.changed(this);
   }
 }
+
+const chosenModel = () => localStorage.getItem(CHOSEN);
 
 // Return the state of the server without its model.
 async function probe() {

@@ -54,9 +54,14 @@ export class Settings {
     localStorage.setItem(STORAGE_KEY, JSON.stringify({ ...this.defaults, theme: this.theme }));
   }
 
-  // Show the properties of the model.
-  describe(model) {
+  // Show the properties of the model, and a choice where the server has several; `choose` gets the name of another one.
+  describe(model, models, choose) {
+    const choice = byId("model-choice");
     byId("model-name").textContent = model.id;
+    byId("model-name").hidden = models.length > 1;
+    choice.hidden = models.length < 2;
+    choice.replaceChildren(...models.map(({ id }) => new Option(id, id, false, id === model.id)));
+    choice.onchange = () => choose(choice.value);
     byId("model-kv").textContent = model.kv ?? "unknown";
     byId("model-context").textContent = model.max_model_len ? `${count(model.max_model_len)} tokens` : "unknown";
   }

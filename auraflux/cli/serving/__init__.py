@@ -1,0 +1,1 @@
+"""Serving beyond one model: several models in one server, and batches of requests without a server."""

@@ -1,0 +1,54 @@
+"""`describe_files`: what clients may know about a model that is not loaded, from its files. Imports torch."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from auraflux.errors import AurafluxError
+from auraflux.loading.default_sampling import default_sampling
+from auraflux.serve.fill_in_middle import find_fill_tokens
+from auraflux.serve.services import Listing
+from auraflux.serve.several.catalog import Entry
+from auraflux.tokenizer.tokenizer import Tokenizer
+from auraflux.weights.download.local_models import local_models
+from auraflux.weights.download.pull import find_local
+from auraflux.weights.formats.checkpoint import open_checkpoint
+from auraflux.weights.formats.embedding import read_embedding
+from auraflux.weights.formats.headers import read_headers
+from auraflux.weights.formats.stored import Checkpoint
+
+log = logging.getLogger("auraflux.serve")
+UNKNOWN = "unknown"
+
+
+def describe_files(entry: Entry) -> Listing:
+    """Return the facts about a model that its files tell; few for one that is not downloaded or cannot be read."""
+    known = {"name": entry.name, "aliases": entry.aliases}
+    try:
+        path = find_local(entry.model) or dict(local_models()).get(entry.model)
+        if path is None:
+            return Listing(model_type=UNKNOWN, context=None, **known)
+        headers, checkpoint = read_headers(path), open_checkpoint(path)
+        tokenizer = _tokenizer(path, checkpoint)
+        return Listing(
+            model_type=str(checkpoint.config.get("model_type", headers.model_type)),
+            context=headers.context,
+            headers=headers,
+            path=path,
+            embedding=read_embedding(path),
+            templates=None if tokenizer is None else tokenizer.templates,
+            fills_middle=tokenizer is not None and find_fill_tokens(tokenizer) is not None,
+            default_sampling=default_sampling(checkpoint, {}),
+            **known,
+        )
+    except (AurafluxError, OSError) as err:
+        log.warning("the model %s cannot be described: %s", entry.name, err)
+        return Listing(model_type=UNKNOWN, context=None, **known)
+
+
+def _tokenizer(path: Path, checkpoint: Checkpoint) -> Tokenizer | None:
+    if path.is_dir():
+        return Tokenizer.from_folder(path)
+    metadata: Mapping[str, Any] = checkpoint.metadata  # type: ignore[attr-defined]
+    return Tokenizer.from_gguf(metadata)
