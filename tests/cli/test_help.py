@@ -116,7 +116,7 @@ def test_flags_of_other_engines_are_answered(command: str, words: list[str], sai
         (["generate", "--zzz"], "No such option: --zzz. 'auraflux generate --help-all' lists all options."),
         (["pull", "--zzz"], "No such option: --zzz. 'auraflux pull --help' lists all options."),
         (["pull", "--ctx-size", "4"], "No such option: --ctx-size."),
-        (["run"], "No such command: run. Did you mean auraflux chat?"),
+        (["repl"], "No such command: repl. Did you mean auraflux chat?"),
         (["genrate"], "No such command: genrate. Did you mean auraflux generate?"),
         (["bench", "models"], "No such command: models. Did you mean auraflux bench model?"),
         (
