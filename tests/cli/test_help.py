@@ -123,7 +123,7 @@ def test_flags_of_other_engines_are_answered(command: str, words: list[str], sai
             ["generate", "m.gguf", "Once upon a time"],
             "unexpected extra argument (Once upon a time). A prompt is given with -p.",
         ),
-        (["xyzzy"], "No such command: xyzzy. The commands are: bench, chat"),
+        (["xyzzy"], "No such command: xyzzy. The commands are: batch, bench, chat"),
     ],
 )
 def test_what_does_not_exist_is_answered_with_what_does(words: list[str], said: str):
