@@ -1,6 +1,7 @@
 """The first ten minutes of a new user: install the wheel, type six commands, chat in the browser. Needs the network.
 
-Nothing is cached: the environment is fresh, the model is downloaded, and kernels are compiled unless the kernels wheel is there.
+Nothing is cached: the environment is fresh, the model is downloaded, and kernels are compiled where the kernels wheel is not
+installed.
 """
 
 import os
@@ -149,7 +150,6 @@ def test_six_commands(user: User):
     assert "Paris" in done.stdout
     check_sane(done.stdout)
     assert SETTINGS in done.stderr
-    assert ("compiled for this processor" in done.stderr) != prebuilt
     assert "llama" in user.run("inspect").stdout
     _chat(user)
     with serving(user) as (_, lines):
