@@ -76,7 +76,7 @@ class User:
 
 
 class Terminal:
-    """A program on a terminal of 80 columns, and what it has shown."""
+    """A program on a terminal, and what it has shown."""
 
     def __init__(self, user: User, *words: str):
         self.leader, follower = pty.openpty()
@@ -102,10 +102,11 @@ class Terminal:
         os.write(self.leader, f"{line}\r".encode())
 
     def wait_for(self, text: str) -> str:
-        """Wait for a text; return what was shown before it."""
+        """Wait for a text; return what was shown before it, and forget both."""
         wait_until(lambda: text in self.seen or self.popen.poll() is not None, TIMEOUT_S)
         assert text in self.seen, self.seen
-        return self.seen.partition(text)[0]
+        before, _, self.seen = self.seen.partition(text)
+        return before
 
     def close(self) -> None:
         if self.popen.poll() is None:
@@ -163,8 +164,7 @@ def _chat(user: User) -> None:
     try:
         assert SETTINGS in terminal.wait_for("/help lists the commands.")
         for question, word in ((QUESTION, "Paris"), ("What is 2 + 2?", "4")):
-            terminal.wait_for("> ")
-            terminal.seen = ""
+            terminal.wait_for(">")
             terminal.type(question)
             # the line is shown while it is typed, then once more
             answer = terminal.wait_for("prompt ").rpartition(question)[2]
