@@ -75,7 +75,7 @@ class Coded:
     def select(self, rows: Tensor) -> "Coded":
         """Return the store of some sequences; one may be taken several times."""
         count = len(rows)
-        kept = {name: self._by_page(name)[:, rows.to(self.pages.table.device)].flatten(0, 1) for name in STORES}
+        kept: dict[str, Any] = {name: self._by_page(name)[:, rows.to(self.pages.table.device)].flatten(0, 1) for name in STORES}
         lengths = self.pages.lengths.new_full((count,), self.tokens)
         pages = replace(self.pages, **kept, table=self._table(self.tokens // PAGE, count), lengths=lengths)
         return replace(self, pages=pages, batch=count)
@@ -109,7 +109,7 @@ class Coded:
         kept = min(pages, self.tokens // PAGE) * self.batch
         stores = {name: getattr(self.pages, name) for name in STORES}
         new = pages * self.batch - kept
-        grown = {name: torch.cat([x[:kept], x.new_zeros(new, *x.shape[1:])]) for name, x in stores.items()}
+        grown: dict[str, Any] = {name: torch.cat([x[:kept], x.new_zeros(new, *x.shape[1:])]) for name, x in stores.items()}
         lengths = self.pages.lengths.new_full((self.batch,), pages * PAGE)
         return replace(self.pages, **grown, table=self._table(pages, self.batch), lengths=lengths)
 
@@ -119,7 +119,7 @@ class CodedKeys(Tensor):
 
     layer: "QuantizedLayer"
     # results of operations are ordinary tensors
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 class QuantizedLayer(DynamicLayer):
