@@ -211,6 +211,7 @@ def rotate(x: mx.array, seed: int, inverse: bool = False) -> mx.array:
     if x.size == 0:
         return x
     if signs is None:
+        assert matrix is not None, "a rotation has signs or a matrix"
         return x @ (matrix if inverse else matrix.T)
     return mx.hadamard_transform(x) * signs if inverse else mx.hadamard_transform(x * signs)
 
