@@ -1,8 +1,8 @@
 """Loading GGUF files here and in llama.cpp: `python -m bench.lab.load_times FILE…`; needs the package xllamacpp.
 
 Each measurement is a process of its own: import, load, first token. The engines alternate. "Cold" drops the file from the page
-cache before the process starts. Both run 1,024 tokens of context on two threads or more, without a warm-up run; llama.cpp maps the
-file, so that its first token reads what loading did not. Anonymous memory is what cannot be dropped: without pages of the file.
+cache before the process starts. Both get 1,024 tokens of context and no warm-up run. llama.cpp maps the file, so that its first
+token reads what loading did not. Anonymous memory has no pages of the file.
 """
 
 import argparse
