@@ -12,6 +12,7 @@ from auraflux.cache.prefix.disk import check_folder
 from auraflux.defaults import AUTO, CALIBRATE
 from auraflux.distributed.leader import Leader
 from auraflux.distributed.parallel import EXPERTS, TENSOR, Parallel
+from auraflux.durations import parse_latency
 from auraflux.engine.device import chunk_for, device_memory, find_device, free_device_nbytes
 from auraflux.engine.early_compile import start_compiling, stop_compiling
 from auraflux.engine.engine import Engine
@@ -32,6 +33,7 @@ from auraflux.speculative.draft_model import DraftModelProposer, check_vocabular
 from auraflux.speculative.mtp import MTPDrafter
 from auraflux.speculative.ngram import NGramProposer
 from auraflux.speculative.speculation import Speculation
+from auraflux.vision.families import NoVision, Vision
 from auraflux.weights.download.pull import locate
 from auraflux.weights.experts.row_table import loaded_nbytes
 from auraflux.weights.experts.settings import ExpertSettings, parse_nbytes
@@ -60,6 +62,7 @@ def load(
     max_sequences: int = 8,
     cache_memory: str | int | None = None,
     max_queue: int | None = None,
+    target_itl: str | float | None = None,
     prefix_disk: str | int | None = None,
     prefix_folder: str | Path | None = None,
     speculate: str | Path | None = None,
@@ -89,6 +92,8 @@ def load(
     cache_memory   memory for the KV cache, prefix cache included: "8GB", or "half" of the free memory; by default enough for
                    two sequences of full context
     max_queue      requests that may wait; None for no limit
+    target_itl     inter-token latency, such as "50ms" or seconds, that prefill of new prompts should keep for sequences that
+                   decode; by default prefill is spread over steps, without a target
     prefix_disk    disk space for prefix cache entries that memory has no room for, such as "20GB", below `prefix_folder`; by
                    default none
     speculate      speculative decoding: "ngram" drafts from the sequence so far, "mtp" with the model's MTP head, or a smaller
@@ -112,6 +117,7 @@ def load(
             chunk=chunk,
             max_sequences=max_sequences,
             max_queue=max_queue,
+            target_itl=target_itl,
             cache_memory=cache_memory,
             prefix_disk=prefix_disk,
             prefix_folder=prefix_folder,
@@ -163,6 +169,9 @@ def load_with(path_or_name: str | Path | None, options: LoadOptions) -> Language
         model, key_calibration = loader.run(report)
         cleanup.pop_all()
     engine = loader.engine(model, key_calibration)
+    vision = loader.vision()
+    if isinstance(vision, Vision):
+        engine.vision = vision
     speculation = None if options.speculate is None else _speculation(draft_path, loader, engine)
     scheduler = Scheduler(
         engine,
@@ -173,6 +182,7 @@ def load_with(path_or_name: str | Path | None, options: LoadOptions) -> Language
         disk=None if disk is None else loader.prefix_disk(engine, *disk),
         watch=source.watch,
         speculation=speculation,
+        target_itl_s=None if options.target_itl is None else parse_latency(options.target_itl),
     )
     return LanguageModel(
         scheduler,
@@ -181,6 +191,7 @@ def load_with(path_or_name: str | Path | None, options: LoadOptions) -> Language
         budget.pool or budget.experts,
         model_type=source.kind,
         default_sampling=default_sampling(source.checkpoint, options.sampling),
+        no_images=vision.reason if isinstance(vision, NoVision) else "",
     )
 
 

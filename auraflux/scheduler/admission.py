@@ -89,7 +89,10 @@ class Admission:
         prompt = request.prompt
         lengths = {len(prompt) - 1}
         if self.tokenizer is not None and self.engine.cache.needs_checkpoints:
-            special, pictured = self.tokenizer.special_ids, {at for span in request.images for at in range(span.start, span.stop)}
+            special, pictured = (
+                self.tokenizer.special_ids,
+                {at for span in request.images for at in range(span.start, span.stop)},
+            )
             messages = [at for at, token in enumerate(prompt) if at and token in special and at not in pictured]
             long = (at for before, at in pairwise([0, *messages]) if at - before >= self.engine.cache.page)
             lengths |= {*messages[-1:], *islice(long, LONG_MESSAGES), *(span.stop for span in request.images[:IMAGES])}

@@ -20,10 +20,10 @@ class PrefillRunner:
     speculation  of speculative decoding, which learns from hidden states; None without
     """
 
-    def __init__(self, engine: Engine, prefix_cache: PrefixCache):
+    def __init__(self, engine: Engine, prefix_cache: PrefixCache, target_itl_s: float | None = None):
         self.engine, self.prefix_cache = engine, prefix_cache
         self.speculation: Speculation | None = None
-        self.budget = PrefillBudget(engine.chunk, engine.device.type)
+        self.budget = PrefillBudget(engine.chunk, engine.device.type, target_itl_s)
 
     def next(self, running: list[Sequence], while_decoding: bool) -> list[list[PrefillChunk]]:
         """Return the next chunks; those of one list share a step."""
@@ -38,16 +38,22 @@ class PrefillRunner:
         return [[each] for each in chunks] if self.engine.prefers_separate_steps(sum(shares)) else [chunks]
 
     def encode_images(self, running: list[Sequence], while_decoding: bool) -> None:
-        """Encode the images that prompts wait for: all, or for a part of a decode step's pause while sequences decode."""
+        """Encode the images that prompts wait for: all, or for `ENCODE_PAUSE_S` while sequences decode."""
         vision = self.engine.vision
-        decoding = while_decoding and any(sequence.uncomputed <= 0 for sequence in running)
-        for sequence in running if vision is not None else ():
+        if vision is None:
+            return
+        pause_s = ENCODE_PAUSE_S if while_decoding and any(each.uncomputed <= 0 for each in running) else None
+        for sequence in [each for each in running if each.images is not None]:
             images = sequence.images
-            while vision is not None and images is not None and (number := images.next_unencoded(sequence.kv.length)) is not None:
-                found = vision.encoder.encode(images.spans[number].image, ENCODE_PAUSE_S if decoding else None)
-                if found is None:
+            while images is not None and (number := images.next_unencoded(sequence.kv.length)) is not None:
+                if (found := vision.encoder.encode(images.spans[number].image, pause_s)) is None:
                     return
                 images.found[number] = found
+
+    def decoded(self) -> None:
+        """Note the end of a decode step."""
+        if self.budget.target is not None:
+            self.budget.target.decoded()
 
     def fits_mixed_batch(self, chunks: list[PrefillChunk], running: list[Sequence]) -> bool:
         """Return whether this chunk shares a mixed batch with the next decode step."""
