@@ -60,7 +60,8 @@ class Engine:
     ranks      that run the model with this process; None for a single process
     hidden     return the hidden states of all tokens, which MTP drafts from
 
-    `vision` encodes images; None where the model takes none. `take_memory` takes so many bytes of GPU memory from the expert cache and returns how many it got; None without one.
+    `vision` encodes images; None where the model takes none.
+    `take_memory` takes so many bytes of GPU memory from the expert cache and returns how many it got; None without one.
     """
 
     take_memory: Callable[[int], int] | None = None

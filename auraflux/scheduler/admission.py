@@ -88,6 +88,8 @@ class Admission:
         """
         prompt = request.prompt
         lengths = {len(prompt) - 1}
+        if self.engine.cache.needs_checkpoints:
+            lengths |= {span.stop for span in request.images[:IMAGES]}
         if self.tokenizer is not None and self.engine.cache.needs_checkpoints:
             special, pictured = (
                 self.tokenizer.special_ids,
@@ -95,5 +97,5 @@ class Admission:
             )
             messages = [at for at, token in enumerate(prompt) if at and token in special and at not in pictured]
             long = (at for before, at in pairwise([0, *messages]) if at - before >= self.engine.cache.page)
-            lengths |= {*messages[-1:], *islice(long, LONG_MESSAGES), *(span.stop for span in request.images[:IMAGES])}
+            lengths |= {*messages[-1:], *islice(long, LONG_MESSAGES)}
         return sorted(lengths - {0})

@@ -28,7 +28,7 @@ from auraflux.serve.transport.link import Link, ModelFacts
 from auraflux.tokenizer.tokenizer import Tokenizer
 from auraflux.vision.messages import take_images
 from auraflux.vision.processor import place_images
-from auraflux.vision.span import ImageSpan
+from auraflux.vision.span import ImageSpan, PreparedImage
 from auraflux.weights.formats.embedding import Embedding
 from auraflux.weights.parallel.expert_placement import PlacementResult
 
@@ -277,15 +277,19 @@ class Service:
         self.limits.check(conversation)
 
         def encode() -> list[int]:
-            return self._encode(self._render(conversation, add_generation_prompt), conversation)[0]
+            images = self._images(conversation)
+            return self._encode(self._render(conversation, add_generation_prompt), images)[0]
 
         return await asyncio.to_thread(encode)
 
-    def _encode(self, text: str, conversation: Conversation) -> tuple[list[int], tuple[ImageSpan, ...]]:
+    def _images(self, conversation: Conversation) -> list[PreparedImage]:
+        """Decode the images of a conversation; refuse them if the model takes none."""
+        return prepare_images(take_images(conversation.messages)[1], self.facts, self.limits.image_urls)
+
+    def _encode(self, text: str, images: list[PreparedImage]) -> tuple[list[int], tuple[ImageSpan, ...]]:
         """Return the tokens of a rendered conversation, and its images among them."""
-        ids, sources = self.tokenizer.encode(text, special=False), take_images(conversation.messages)[1]
-        images = prepare_images(sources, self.facts, self.limits.image_urls)
-        return place_images(ids, images, self.facts.images) if self.facts.images is not None and images else (ids, ())
+        ids, processor = self.tokenizer.encode(text, special=False), self.facts.images
+        return place_images(ids, images, processor) if images and processor is not None else (ids, ())
 
     def _prepare(
         self, conversation: Conversation
@@ -294,7 +298,7 @@ class Service:
 
         Runs in a worker thread.
         """
-        begun = ""
+        begun, pictures = "", self._images(conversation)
         if conversation.continue_final_message:
             reasoning, content = partial_reply(conversation)
             begun = content or reasoning
@@ -307,7 +311,7 @@ class Service:
         tail = text[-TAIL:]
         grammar = grammar_for(conversation, self.syntax, tail, self.tokenizer)
         thinking = self._thinking_budget(conversation, tail)
-        ids, images = self._encode(text + begun, conversation)
+        ids, images = self._encode(text + begun, pictures)
         return tuple(ids), images, tail, grammar, thinking
 
     def _thinking_budget(self, conversation: Conversation, tail: str) -> ThinkingBudget | None:

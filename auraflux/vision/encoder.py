@@ -24,7 +24,8 @@ class ImageEncoder:
         self.tower, self.limit_nbytes, self.nbytes, self.runs = tower, limit_nbytes, 0, 0
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
         # the image that is being encoded, and its remaining layers
-        self._digest, self._layers = b"", iter(())  # type: tuple[bytes, Iterator[Tensor]]
+        self._digest = b""
+        self._layers: Iterator[Tensor] = iter(())
         self._last: Tensor | None = None
 
     def find(self, image: PreparedImage) -> Tensor | None:
@@ -46,17 +47,18 @@ class ImageEncoder:
                 self._digest, self._layers, self._last = image.digest, self.tower.run(image), None
             began = time.perf_counter()
             try:
-                for self._last in self._layers:
+                for made in self._layers:
+                    self._last = made
                     if pause_s is not None and time.perf_counter() - began > pause_s:
                         return None
             except BaseException:
                 self._digest = b""
                 raise
-        assert self._last is not None
-        made, self._digest, self._last = self._last, b"", None
+        found, self._digest, self._last = self._last, b"", None
+        assert found is not None
         self.runs += 1
-        self._keep(image.digest, made)
-        return made
+        self._keep(image.digest, found)
+        return found
 
     def _keep(self, digest: bytes, made: Tensor) -> None:
         self._kept[digest] = made

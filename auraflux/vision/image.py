@@ -4,7 +4,7 @@ import io
 from contextlib import suppress
 from typing import Any
 
-from auraflux.errors import InputError, BackendError
+from auraflux.errors import BackendError, InputError
 
 MAX_NBYTES = 32 << 20  # of a file
 MAX_PIXELS = 50_000_000  # of a decoded image: 150 MB as RGB

@@ -24,7 +24,10 @@ class PromptImages:
         self.length, self.spans, self.axes = length, spans, axes
         self.found: list[Tensor | None] = [None] * len(spans)
         self._embedded = [span.embedded for span in spans]
-        self._places, self._next = _places(length, spans) if axes is not None else (None, length)
+        self._places: np.ndarray | None = None
+        self._next = length
+        if axes is not None:
+            self._places, self._next = _places(length, spans)
 
     def position(self, at: int) -> int:
         if self._places is None or at >= self.length:

@@ -1,4 +1,4 @@
-"""`ImageSpan`: the tokens of a prompt that stand for an image, and the image as its tower takes it. Plain data without torch."""
+"""`ImageSpan`: the tokens of a prompt that stand for an image, and the image as its tower takes it. Plain data."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,8 @@ class PreparedImage:
     digest: bytes = b""
 
     def __post_init__(self) -> None:
-        made = blake2b(np.ascontiguousarray(self.pixels), digest_size=4 * WORDS, salt=self.pixels.shape[1].to_bytes(8, "big"))
+        width = self.pixels.shape[1].to_bytes(8, "big")
+        made = blake2b(self.pixels.tobytes(), digest_size=4 * WORDS, salt=width)
         object.__setattr__(self, "digest", made.digest())
 
 
