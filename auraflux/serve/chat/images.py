@@ -14,6 +14,7 @@ from auraflux.serve.transport.link import ModelFacts
 from auraflux.vision.image import MAX_NBYTES, decode_image
 from auraflux.vision.span import PreparedImage
 
+Content = str | list[dict[str, Any]]  # of a message
 DATA_URL = re.compile(r"data:([^;,]*)((?:;[^;,]*)*),", re.IGNORECASE)
 MAX_URL = 4096  # characters
 DECODED_AT_ONCE = 2  # images, each of which may take hundreds of MB
@@ -62,11 +63,19 @@ class ImageSource:
             raise InputError("the image is not valid base64.") from None
 
 
-def content_of(parts: Sequence[str | ImageSource]) -> str | list[dict[str, Any]]:
+def content_of(parts: Sequence[str | ImageSource]) -> Content:
     """Return a message's content for chat templates: a string, or parts where some are images."""
     if not any(isinstance(part, ImageSource) for part in parts):
         return "\n".join(part for part in parts if isinstance(part, str))
     return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts]
+
+
+def joined(first: Content, second: Content, between: str) -> Content:
+    """Return two contents as one, with a text between them where both have some."""
+    if isinstance(first, str) and isinstance(second, str):
+        return first + (between if first and second else "") + second
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second)]
+    return [part for each in parts for part in each if part.get("text") != ""]
 
 
 def prepare_images(sources: Sequence[ImageSource], facts: ModelFacts, image_urls: bool) -> list[PreparedImage]:

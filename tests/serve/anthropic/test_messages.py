@@ -410,8 +410,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (message({"text": "x"}), "an object with a type"),
     (message({"type": ["text"]}), "an object with a type"),
     (message({"type": "text"}), "messages.1.content.0.text"),
-    (message({"type": "image", "source": {}}), "this model takes text only"),
-    (message({"type": "document", "source": {}}), "this model takes text only"),
+    (message({"type": "image", "source": {}}), "messages.1.content.0.source is of type None"),
+    (message({"type": "image", "source": {"type": "file"}}), "base64 and url are supported"),
+    (
+        message({"type": "image", "source": {"type": "base64", "media_type": "text/css", "data": ""}}),
+        "media_type is 'text/css'",
+    ),
+    (message({"type": "image", "source": {"type": "base64", "data": "AA=="}}), "takes text only"),
+    (message({"type": "document", "source": {}}), "is of type 'document'"),
     (message({"type": "tool_result"}), "tool_use_id"),
     (message({"type": "tool_result", "tool_use_id": "t", "content": 3}), "messages.1.content.0.content"),
     (
