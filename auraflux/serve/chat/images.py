@@ -81,7 +81,8 @@ def joined(first: Content, second: Content, between: str) -> Content:
 def prepare_images(sources: Sequence[ImageSource], facts: ModelFacts, image_urls: bool) -> list[PreparedImage]:
     """Decode and resize the images of a request for its model."""
     if sources and facts.images is None:
-        raise InputError(f"{sources[0].where} is an image, and the model {facts.name} takes text only: {facts.no_images}.")
+        reason = f": {facts.no_images}" if facts.no_images else ""
+        raise InputError(f"{sources[0].where} is an image, and the model {facts.name} takes text only{reason}.")
     prepared: list[PreparedImage] = []
     tokens = 0
     for source in sources:
