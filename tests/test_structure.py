@@ -41,6 +41,7 @@ LEVELS = {
     "serve": 7,
     "bench": 7,
     "eval": 7,
+    "integrations": 7,
     "cli": 8,
 }
 # `ops` may use the weight formats; the formats know nothing of ops
