@@ -152,7 +152,7 @@ class Snapshot:
 
 
 class PromptInputs(Protocol):
-    """What images in a prompt change about its tokens: their RoPE positions, and embeddings in place of tokens."""
+    """Changes that images make to a prompt: the tokens' RoPE positions, and embeddings in place of tokens."""
 
     def position(self, at: int) -> int:
         """Return the RoPE position of a token that is no image's."""

@@ -15,7 +15,7 @@ MOST_UNEVEN = 200  # times that a side of an image may be longer than the other
 
 
 class ImageProcessor(Protocol):
-    """How a family takes images.
+    """Resizing of a family's images, and the tokens that stand for them.
 
     placeholder  token that chat templates write for an image
     """

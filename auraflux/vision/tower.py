@@ -1,4 +1,4 @@
-"""What towers share: their interface, and layers in torch whose weights stay in the checkpoint's dtype."""
+"""The interface of towers, and layers in torch whose weights stay in the checkpoint's dtype."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
