@@ -46,7 +46,7 @@ def _pillow() -> tuple[Any, Any]:
     try:
         from PIL import Image, ImageOps
     except ImportError as err:
-        raise BackendError("images need the package pillow: pip install 'auraflux[images]'.") from err
+        raise BackendError("images need the package pillow: pip install pillow.") from err
     return Image, ImageOps.exif_transpose
 
 
