@@ -32,6 +32,7 @@ LEVELS = {
     "weights": 1,
     "models": 2,
     "tokenizer": 2,
+    "vision": 2,
     "engine": 3,
     "speculative": 4,
     "scheduler": 5,
@@ -49,6 +50,7 @@ SAME_LEVEL = {
     ("cache", "weights"),
     ("weights", "cache"),
     ("distributed", "loading"),
+    ("vision", "models"),
     ("loading", "distributed"),
 }
 BACKENDS = {"cpu": {"cpu", "simd"}, "cuda": {"cuda", "gpu", "hopper"}}

@@ -14,6 +14,7 @@ from auraflux.engine.graph_runner import GraphRunner
 from auraflux.engine.model_runner import HiddenRunner, Model, ModelRunner, Ranks
 from auraflux.errors import CacheFull
 from auraflux.quant import QTensor
+from auraflux.vision.families import Vision
 from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
 
 # tokens that a GPU's prefill steps are padded to: few sizes, so that CUDA graphs are reused; coarse below 256, where a step is
@@ -59,10 +60,12 @@ class Engine:
     ranks      that run the model with this process; None for a single process
     hidden     return the hidden states of all tokens, which MTP drafts from
 
+    `vision` encodes images; None where the model takes none.
     `take_memory` takes so many bytes of GPU memory from the expert cache and returns how many it got; None without one.
     """
 
     take_memory: Callable[[int], int] | None = None
+    vision: Vision | None = None
 
     def __init__(
         self,
@@ -167,6 +170,7 @@ class Engine:
             or len(counts) > 1
             or not 1 < counts[0] <= min(self.chunk, PREFILL_SIZES[-1])
             or not self.graphs.supports_prefill
+            or batch.sequences[0].has_embeddings(counts[0])
         ):
             return None
         size = self._prefill_size(counts[0])
@@ -208,7 +212,7 @@ class Engine:
         Return None, with nothing changed, if the cache has no room for the chunk or no size fits it.
         """
         size = next((size for size in self.mixed_chunk_sizes(len(batch.sequences)) if size >= len(chunk)), None)
-        if size is None or sequence.length + size > self.cache.context:
+        if size is None or sequence.length + size > self.cache.context or sequence.has_embeddings(len(chunk)):
             return None
         longest = max(each.length for each in batch.sequences) + 1
         decode = self.cache.batch(batch.sequences, _bucket(longest, MIXED_BUCKETS), padding_sequences=batch.padding_sequences)

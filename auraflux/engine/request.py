@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from auraflux.engine.sampling import Sampling
+from auraflux.vision.span import ImageSpan
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Request:
     thinking                the most tokens of reasoning; None for no limit
     pooling                 "last", "mean" or "cls" to embed the prompt instead of continuing it
     labels                  tokens whose logits after the prompt are its embedding, for a request with `pooling`
+    images                  the prompt's images in order, see `vision/processor.py`
     """
 
     prompt: tuple[int, ...]
@@ -58,6 +60,7 @@ class Request:
     thinking: ThinkingBudget | None = None
     pooling: str | None = None
     labels: tuple[int, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class Listing:
     loaded            None while it is not
     aliases           other names
     fills_middle      whether it can fill in the middle
+    takes_images      whether messages may have images
     """
 
     name: str
@@ -58,6 +59,7 @@ class Listing:
     loaded: Loaded | None = None
     aliases: tuple[str, ...] = ()
     fills_middle: bool = False
+    takes_images: bool = False
 
     @classmethod
     def of(cls, facts: ModelFacts, tokenizer: Tokenizer | None, aliases: tuple[str, ...] = ()) -> "Listing":
@@ -74,4 +76,5 @@ class Listing:
             Loaded(facts.kv, facts.device, facts.vocab),
             aliases,
             tokenizer is not None and find_fill_tokens(tokenizer) is not None,
+            facts.images is not None,
         )
