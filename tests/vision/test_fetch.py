@@ -63,7 +63,7 @@ def test_an_image_is_fetched(server, local):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "0.0.0.0", "2130706433", "0x7f.1"])
 def test_this_machine_is_refused(server, host):
-    with pytest.raises(InputError, match="not public|cannot be fetched"):
+    with pytest.raises(InputError, match=r"not public|cannot be fetched"):
         fetch_image(f"http://{host}:{server.rpartition(':')[2]}/image")
 
 
