@@ -20,6 +20,7 @@ class Sequence:
     kv_sequence         its pages in the cache; None while it is queued. It decodes once all tokens but the last are computed
     prefix_entry        lets other prompts branch from it
     checkpoint_lengths  lengths at which prefill makes a checkpoint, ascending
+    adapter             number of the request's adapter; None without one
     cached_tokens       prompt tokens that the prefix cache had at first admission
     disk_checked        whether the prefixes on disk were searched
     disk_fetch          the prefix being read from disk
@@ -33,10 +34,15 @@ class Sequence:
     """
 
     def __init__(
-        self, request: Request, generated: Generation, on_output: Callable[[Output], None], checkpoint_lengths: list[int]
+        self,
+        request: Request,
+        generated: Generation,
+        on_output: Callable[[Output], None],
+        checkpoint_lengths: list[int],
+        adapter: int | None = None,
     ):
         self.request, self.generated, self.on_output = request, generated, on_output
-        self.checkpoint_lengths = checkpoint_lengths
+        self.checkpoint_lengths, self.adapter = checkpoint_lengths, adapter
         self.ids = list(request.prompt)
         self.kv_sequence: KVSequence | None = None
         self.prefix_entry: PrefixEntry | None = None
