@@ -13,6 +13,7 @@ from auraflux.cache.prefix.disk import check_folder
 from auraflux.defaults import AUTO, CALIBRATE
 from auraflux.distributed.leader import Leader
 from auraflux.distributed.parallel import EXPERTS, TENSOR, Parallel
+from auraflux.durations import parse_latency
 from auraflux.engine.device import chunk_for, device_memory, find_device, free_device_nbytes
 from auraflux.engine.early_compile import start_compiling, stop_compiling
 from auraflux.engine.engine import Engine
@@ -61,6 +62,7 @@ def load(
     max_sequences: int = 8,
     cache_memory: str | int | None = None,
     max_queue: int | None = None,
+    target_itl: str | float | None = None,
     prefix_disk: str | int | None = None,
     prefix_folder: str | Path | None = None,
     adapters: Mapping[str, str | Path] | None = None,
@@ -91,6 +93,8 @@ def load(
     cache_memory   memory for the KV cache, prefix cache included: "8GB", or "half" of the free memory; by default enough for
                    two sequences of full context
     max_queue      requests that may wait; None for no limit
+    target_itl     inter-token latency, such as "50ms" or seconds, that prefill of new prompts should keep for sequences that
+                   decode; by default prefill is spread over steps, without a target
     prefix_disk    disk space for prefix cache entries that memory has no room for, such as "20GB", below `prefix_folder`; by
                    default none
     adapters       folders of LoRA adapters (PEFT) by the names that requests give, see docs/adapters.md
@@ -115,6 +119,7 @@ def load(
             chunk=chunk,
             max_sequences=max_sequences,
             max_queue=max_queue,
+            target_itl=target_itl,
             cache_memory=cache_memory,
             prefix_disk=prefix_disk,
             prefix_folder=prefix_folder,
@@ -178,6 +183,7 @@ def load_with(path_or_name: str | Path | None, options: LoadOptions) -> Language
         disk=None if disk is None else loader.prefix_disk(engine, *disk),
         watch=source.watch,
         speculation=speculation,
+        target_itl_s=None if options.target_itl is None else parse_latency(options.target_itl),
     )
     return LanguageModel(
         scheduler,

@@ -132,7 +132,7 @@ def plan_memory(
     memory = [(rank, cache_memory_nbytes(requested.cache_memory, rank.free)) for rank in ranks]
     for rank, nbytes in memory:
         _check_cache_memory(nbytes, rank.free)
-    options = {"chunk": chunk, "sequences": count, "cached_sequences": requested.sequences, "dtype": dtype}
+    options: dict[str, Any] = {"chunk": chunk, "sequences": count, "cached_sequences": requested.sequences, "dtype": dtype}
     if requested.context is None:
         longest = min(_held_context(rank, nbytes, longest, source.settings, page_shard, options) for rank, nbytes in memory)
     limits = [(rank.shapes, source.settings, nbytes, rank.layers, page_shard) for rank, nbytes in memory]

@@ -9,6 +9,7 @@ from auraflux.adapters.names import check_names
 from auraflux.cache import CacheSettings
 from auraflux.defaults import AUTO, CALIBRATE
 from auraflux.distributed.parallel import Parallel, parse_parallel
+from auraflux.durations import parse_latency
 from auraflux.engine import calibration
 from auraflux.engine.sampling import DEFAULTED, Sampling
 from auraflux.errors import SettingsError
@@ -35,6 +36,7 @@ class LoadOptions:
     max_sequences  maximum number of running sequences
     max_queue      maximum number of queued requests; None for no limit
     cache_memory   memory of the KV cache: "8GB", or "half" of the free memory; None for two sequences of full context
+    target_itl     inter-token latency that prefill of other requests should not exceed: "20ms", or seconds; None for none
     prefix_disk    size of the prefix cache on disk, such as "20GB"; None for none
     prefix_folder  folder of the prefix cache; None for the user's cache folder
     expert_memory  memory for experts on the device, such as "4GB", or `ExpertSettings`
@@ -58,6 +60,7 @@ class LoadOptions:
     max_sequences: int = 8
     max_queue: int | None = None
     cache_memory: str | int | None = None
+    target_itl: str | float | None = None
     prefix_disk: str | int | None = None
     prefix_folder: str | Path | None = None
     expert_memory: str | int | ExpertSettings | None = None
@@ -76,6 +79,8 @@ class LoadOptions:
                 raise SettingsError(f"{name}={count!r:.80} must be an integer from 1 to {MAX[name]:,}.")
         if self.quantize is not None:
             check_format(self.quantize, GROUP)
+        if self.target_itl is not None:
+            parse_latency(self.target_itl)
         if self.gpu_memory is not None:
             parse_nbytes(self.gpu_memory)
         calibration.check(self.calibrate)
@@ -112,6 +117,7 @@ class LoadOptions:
             # the draft model is small: its weights are not quantized, and it has no queue
             quantize=None,
             max_queue=None,
+            target_itl=None,
             cache_memory=None,
             prefix_disk=None,
             prefix_folder=None,

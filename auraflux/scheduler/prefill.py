@@ -18,10 +18,10 @@ class PrefillRunner:
     speculation  of speculative decoding, which learns from hidden states; None without
     """
 
-    def __init__(self, engine: Engine, prefix_cache: PrefixCache):
+    def __init__(self, engine: Engine, prefix_cache: PrefixCache, target_itl_s: float | None = None):
         self.engine, self.prefix_cache = engine, prefix_cache
         self.speculation: Speculation | None = None
-        self.budget = PrefillBudget(engine.chunk, engine.device.type)
+        self.budget = PrefillBudget(engine.chunk, engine.device.type, target_itl_s)
 
     def next(self, running: list[Sequence], while_decoding: bool) -> list[list[PrefillChunk]]:
         """Return the next chunks; those of one list share a step."""
@@ -34,6 +34,11 @@ class PrefillRunner:
         shares = self.budget.split([sequence.next_chunk for sequence in prefilling], budget, one)
         chunks = [(sequence, share) for sequence, share in zip(prefilling, shares, strict=True) if share]
         return [[each] for each in chunks] if self.engine.prefers_separate_steps(sum(shares)) else [chunks]
+
+    def decoded(self) -> None:
+        """Note the end of a decode step."""
+        if self.budget.target is not None:
+            self.budget.target.decoded()
 
     def fits_mixed_batch(self, chunks: list[PrefillChunk], running: list[Sequence]) -> bool:
         """Return whether this chunk shares a mixed batch with the next decode step."""

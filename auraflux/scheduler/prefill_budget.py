@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from auraflux.scheduler.latency_target import LatencyTarget
+
 # on a CPU, prefill delays decode by at most PAUSE_S as far as LEAST tokens allow; a chunk is worth at least WORTH_S, since
 # every prefill step costs its Python, 18 ms for 30 layers
 PAUSE_S, WORTH_S = 0.5, 0.1
@@ -18,12 +20,14 @@ TOGETHER = 8  # prompts whose chunks share a step
 class PrefillBudget:
     """Prefills large chunks while nothing decodes, else a part of the pending tokens, so that decode steps come evenly.
 
-    chunk   maximum tokens of a prefill step
-    device  "cpu" or "cuda"
+    chunk         maximum tokens of a prefill step
+    device        "cpu" or "cuda"
+    target_itl_s  inter-token latency that running sequences should keep; None to share each step by the constants above
     """
 
-    def __init__(self, chunk: int, device: str = "cpu"):
+    def __init__(self, chunk: int, device: str = "cpu", target_itl_s: float | None = None):
         self.chunk, self.device = chunk, device
+        self.target = None if target_itl_s is None else LatencyTarget(target_itl_s, min(LEAST[device], chunk), chunk)
         self._rate: float | None = None
         self._steps = 0
 
@@ -35,7 +39,12 @@ class PrefillBudget:
         decoding    sequences that decode in the same step
         """
         if decoding == 0:
+            if self.target is not None:
+                self.target.pause()
             return self.chunk
+        if self.target is not None:
+            self.target.plan(min(uncomputed, self.target.tokens()))
+            return self.target.tokens()
         unit, most = LEAST[self.device], MOST[self.device]
         least = unit
         if self.device == "cuda" and prefilling < decoding:

@@ -59,6 +59,7 @@ class Scheduler:
     max_queue       maximum number of queued ones; None for no limit
     disk            for prefixes that memory has no room for
     speculation     for speculative decoding; None without
+    target_itl_s    inter-token latency that prefill steps should keep, in seconds; None for no target
     watch           of the files that the weights are mapped from
     """
 
@@ -73,6 +74,7 @@ class Scheduler:
         disk: PrefixDisk | None = None,
         watch: FileWatch | None = None,
         speculation: Speculation | None = None,
+        target_itl_s: float | None = None,
     ):
         self.engine, self.max_sequences = engine, max_sequences
         self.admission = Admission(engine, tokenizer, stop_token_ids)
@@ -81,7 +83,7 @@ class Scheduler:
         self.counts = Counts()
         self._queue = FairQueue(max_queue)
         self._running: list[Sequence] = []
-        self._prefill = PrefillRunner(engine, self.prefix_cache)
+        self._prefill = PrefillRunner(engine, self.prefix_cache, target_itl_s)
         self._decode = DecodeRunner(engine, self._prefill.publish)
         # whether the prefill of the next step has run already
         self._prefilled_ahead = False
@@ -299,6 +301,7 @@ class Scheduler:
             if not self._sample():
                 return True
             sampled = self._decode.collect(self._running, self._prefill_ahead)
+            self._prefill.decoded()
         except CacheFull as err:
             self._preempt(err)
             return False

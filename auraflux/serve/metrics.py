@@ -61,7 +61,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class ModelMetrics:
-    """What is counted of one model: its name, the label of its metrics; its answers; and the state of its scheduler."""
+    """Metrics of one model: its name, which is their label, the counts of its answers, and the state of its scheduler."""
 
     name: str
     tally: Tally

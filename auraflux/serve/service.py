@@ -20,9 +20,9 @@ from auraflux.serve.failures import Failure, check_finish, not_ready
 from auraflux.serve.fill_in_middle import find_fill_tokens
 from auraflux.serve.keep_alive import parse_keep_alive
 from auraflux.serve.limits import Limits
+from auraflux.serve.listing import KeepAlive, Listing
 from auraflux.serve.metrics import Metrics, ModelMetrics, Tally
 from auraflux.serve.parse import Syntax, find_syntax
-from auraflux.serve.services import KeepAlive, Listing
 from auraflux.serve.transport.link import Link, ModelFacts
 from auraflux.tokenizer.tokenizer import Tokenizer
 from auraflux.weights.formats.embedding import Embedding

@@ -1,87 +1,12 @@
-"""`Services`: the models that requests can name, and what is known of each before it is loaded."""
+"""`Services`: the models of a server."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from starlette.requests import Request
 
-from auraflux.engine.sampling import DefaultSampling
-from auraflux.serve.fill_in_middle import find_fill_tokens
 from auraflux.serve.limits import Limits
-from auraflux.serve.transport.link import ModelFacts
-from auraflux.tokenizer.tokenizer import Tokenizer
-from auraflux.weights.formats.embedding import Embedding
-from auraflux.weights.formats.headers import Headers
-
-if TYPE_CHECKING:
-    from auraflux.serve.service import Service
-
-KeepAlive = float | str | None
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """Facts about a model that is loaded.
-
-    kv, device, vocab  as in `ModelFacts`
-    nbytes             of memory that was planned for it; None where it is the only model
-    expires_at         when it is unloaded unless requests arrive, in seconds since 1970; None for never
-    """
-
-    kv: str
-    device: str
-    vocab: int
-    nbytes: int | None = None
-    expires_at: float | None = None
-
-
-@dataclass(frozen=True)
-class Listing:
-    """A model that requests can name.
-
-    name              its name in the API
-    model_type        model family
-    context           most tokens of prompt and answer; before it is loaded, those it was trained for, or None
-    headers           facts of its files; None for a model without any
-    path              of its files; clients never see it
-    embedding         how it embeds inputs; None for a model whose files do not say
-    templates         chat templates by name; None for a model without a tokenizer
-    default_sampling  settings of requests that leave them out; None before it is loaded
-    loaded            None while it is not
-    aliases           other names
-    fills_middle      whether it can fill in the middle
-    """
-
-    name: str
-    model_type: str
-    context: int | None
-    headers: Headers | None = None
-    path: Path | None = None
-    embedding: Embedding | None = None
-    templates: Mapping[str, str] | None = None
-    default_sampling: DefaultSampling | None = None
-    loaded: Loaded | None = None
-    aliases: tuple[str, ...] = ()
-    fills_middle: bool = False
-
-    @classmethod
-    def of(cls, facts: ModelFacts, tokenizer: Tokenizer | None, aliases: tuple[str, ...] = ()) -> "Listing":
-        """Return the listing of a loaded model."""
-        return cls(
-            facts.name,
-            facts.model_type,
-            facts.context,
-            facts.headers,
-            facts.path,
-            facts.embedding,
-            None if tokenizer is None else tokenizer.templates,
-            facts.default_sampling,
-            Loaded(facts.kv, facts.device, facts.vocab),
-            aliases,
-            tokenizer is not None and find_fill_tokens(tokenizer) is not None,
-        )
+from auraflux.serve.listing import KeepAlive, Listing
+from auraflux.serve.service import Service
 
 
 class MetricsText(Protocol):
@@ -108,7 +33,7 @@ class Services(Protocol):
     def knows(self, name: str) -> bool:
         """Return whether a model has this name."""
 
-    async def select(self, request: Request, name: str | None, keep_alive: KeepAlive = None) -> "Service":
+    async def select(self, request: Request, name: str | None, keep_alive: KeepAlive = None) -> Service:
         """Return the service of the model that a request names, once it is loaded; it stays loaded until the response ends.
 
         keep_alive  how long it stays loaded afterwards, in Ollama's form

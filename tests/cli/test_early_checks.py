@@ -88,6 +88,8 @@ def test_typing_errors_are_refused_without_torch(tmp_path: Path):
         place = path if path.startswith("/") else str(tmp_path / path)
         lines += [["generate", place, "-p", "x"], ["inspect", place]]
         expected += [said, said]
+    lines.append(["serve", good, "--target-itl", "fast"])
+    expected.append("--target-itl: 'fast' is not a latency. Write it like 20ms or 0.5s.")
     for words, said in options.items():
         lines += [["generate", good, "-p", "x", *words], ["chat", good, *words], ["serve", good, *words]]
         expected += [said] * 3

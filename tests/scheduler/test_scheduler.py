@@ -61,13 +61,16 @@ def vectors_of(name: str) -> ModelCalibration:
     return calibrate_keys(model, shapes, random_tokens(64, model.config.vocab), torch.float32, "cpu")
 
 
-def scheduler_for(name: str, kv: str = "k8v4", parallel: int = 4, waiting: int | None = None, **options) -> Scheduler:
+def scheduler_for(
+    name: str, kv: str = "k8v4", parallel: int = 4, waiting: int | None = None, itl_s: float | None = None, **options
+) -> Scheduler:
     model, shapes, _ = model_of(name)
     sizes = {"context": CONTEXT, "sequences": parallel, "cached_sequences": 4, "chunk": 64, "exact": True, **options}
     settings = CacheSettings(kv[:4])
     if kv == CALIBRATED:
         settings, sizes["key_calibration"] = CacheSettings("k4v4", sink_tokens=1, recent_window=32), vectors_of(name)
-    return Scheduler(Engine(model, shapes, settings, **sizes), None, frozenset(), max_sequences=parallel, max_queue=waiting)
+    engine = Engine(model, shapes, settings, **sizes)
+    return Scheduler(engine, None, frozenset(), max_sequences=parallel, max_queue=waiting, target_itl_s=itl_s)
 
 
 def prompts_of(name: str) -> list[list[int]]:
@@ -362,6 +365,21 @@ def test_a_long_prompt_does_not_stall_others(monkeypatch: pytest.MonkeyPatch):
     # every step decodes a token, and none prefills more than its share
     assert all(written == 1 for written, _ in steps if short.finish_reason is None)
     assert max(read for _, read in steps) <= 64
+
+
+@pytest.mark.parametrize(("itl_s", "tokens"), [(1e-6, 16), (60.0, 64)])
+def test_a_latency_target_sets_the_size_of_prefill_chunks(itl_s: float, tokens: int):
+    made, text = scheduler_for("llama", itl_s=itl_s), model_of("llama")[2]
+    (short,) = submit(made, [text[:10]], replace(SETTINGS, max_tokens=60))
+    made.wait(lambda: len(short.generated.tokens) > 2)
+    (long,) = submit(made, [text[:380]])
+    seen = []
+    while long.finish_reason is None:
+        made.step()
+        seen.append(long.kv.length if long.kv_sequence is not None else 0)
+    # no target allows less than 16 tokens, nor more than the largest chunk
+    assert max(b - a for a, b in pairwise(seen) if b) == tokens
+    assert long.generated.tokens == alone("llama", "k8v4", tuple(text[:380]))
 
 
 def test_the_queue_is_fair_between_users():

@@ -7,6 +7,7 @@ import click
 
 from auraflux.cli.options.settings import cache_settings, expert_settings
 from auraflux.defaults import CALIBRATIONS, WEIGHT_BITS
+from auraflux.durations import parse_latency
 from auraflux.errors import FormatError, InputError, SettingsError
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -55,6 +56,7 @@ def check_loading(model: str | None, chosen: dict[str, Any]) -> None:
 
     check_device(chosen["device"])
     check_sizes(chosen)
+    check_latency(chosen.get("target_itl"))
     cache_settings(chosen)
     expert_settings(chosen)
     check_context(chosen["context"])
@@ -84,6 +86,15 @@ def check_sizes(chosen: dict[str, Any]) -> None:
                 parse_nbytes(given)
             except SettingsError as err:
                 raise SettingsError(f"--{name.replace('_', '-')}: {err}") from err
+
+
+def check_latency(target_itl: str | None) -> None:
+    """Refuse what is not a latency."""
+    if target_itl is not None:
+        try:
+            parse_latency(target_itl)
+        except SettingsError as err:
+            raise SettingsError(f"--target-itl: {err}") from err
 
 
 def check_context(context: int | None) -> None:

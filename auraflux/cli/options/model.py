@@ -246,6 +246,7 @@ def load_options(
         graphs=chosen["graphs"],
         context=chosen["context"],
         cache_memory=chosen.get("cache_memory"),
+        target_itl=chosen.get("target_itl"),
         prefix_disk=chosen.get("prefix_disk"),
         prefix_folder=chosen.get("prefix_folder"),
         expert_memory=expert_settings(chosen),

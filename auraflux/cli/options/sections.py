@@ -11,7 +11,7 @@ SECTIONS: dict[str, frozenset[str]] = {
         "--server-options",
         "Measurement": "--text --peers --ablations --window --windows --copy --needle --tools --questions --speed --fresh",
         "Random weights": "--random --shape --layers",
-        "Batch and prefix cache": "--max-sequences --max-queue --cache-memory --prefix-disk --prefix-folder",
+        "Batch and prefix cache": "--max-sequences --max-queue --target-itl --cache-memory --prefix-disk --prefix-folder",
         "Model": "--device --context --quantize --gpu-memory --graph --exact --invariant --speculate",
         "KV cache": "--kv --kv-skip-first-layers --kv-skip-last-layers --sink-tokens --recent-window --calibrate --sparse-v",
         "Expert offloading": "--expert-memory --experts --expert-io --expert-host-memory --expert-prefetch --expert-balance "

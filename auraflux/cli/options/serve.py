@@ -103,6 +103,12 @@ SERVING = [
         help="Maximum requests in the queue; more are answered with 429.",
     ),
     click.option(
+        "--target-itl",
+        metavar="TIME",
+        help="Prefill no more per step than keeps this inter-token latency, such as 50ms, for running requests; "
+        "without it prefill is spread over steps.",
+    ),
+    click.option(
         "--cache-memory",
         metavar="SIZE",
         help="Memory for the KV cache, prefix cache included; by default half of the free memory.",

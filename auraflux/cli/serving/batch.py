@@ -25,7 +25,7 @@ EXAMPLES = (
 END_S = 10.0  # for the requests to stop after an interruption
 # options of a server that a batch has no use for
 UNUSED: dict[str, Any] = {"name": None, "restart": False, "invented": False, "shape": None, "layers": None, "ranks": None}
-UNUSED |= {"prefix_disk": None, "prefix_folder": None}
+UNUSED |= {"target_itl": None, "prefix_disk": None, "prefix_folder": None}
 
 
 @click.command(cls=Command, everyday=("--model", "--max-sequences", "--device", "--kv", "--context"), examples=EXAMPLES)

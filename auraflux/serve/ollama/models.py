@@ -9,12 +9,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from auraflux.serve.failures import Failure
+from auraflux.serve.listing import Listing
 from auraflux.serve.ollama.lines import NDJSON, LineStream, error_line, timestamp
 from auraflux.serve.ollama.pull import Downloads
 from auraflux.serve.ollama.requests import capabilities
 from auraflux.serve.ollama.schema import Models, NameRequest, OllamaError, Progress, PullRequest, ShownModel, Version
 from auraflux.serve.operation import Endpoint, Operation
-from auraflux.serve.services import Listing, Services
+from auraflux.serve.services import Services
 from auraflux.serve.transport.body import read_body
 from auraflux.weights.download.local_models import remove
 

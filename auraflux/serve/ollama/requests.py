@@ -3,11 +3,11 @@
 from typing import Any
 
 from auraflux.errors import InputError
+from auraflux.serve.listing import Listing
 from auraflux.serve.ollama.schema import AnswerFields, ChatRequest, GenerateRequest, Message
 from auraflux.serve.openai import schema as openai
 from auraflux.serve.parse import find_syntax
 from auraflux.serve.service import Service
-from auraflux.serve.services import Listing
 
 EFFORTS = ("low", "medium", "high", "max")
 

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from auraflux.errors import InputError
+from auraflux.serve.listing import Listing
 from auraflux.serve.openai.chat_request import tokenize_request_to_conversation
 from auraflux.serve.openai.response_schema import (
     ExpertPlacementResponse,
@@ -21,7 +22,7 @@ from auraflux.serve.openai.response_schema import (
 from auraflux.serve.openai.schema import DetokenizeRequest, ExpertPlacementRequest, TokenizeRequest
 from auraflux.serve.operation import Operation
 from auraflux.serve.service import Service
-from auraflux.serve.services import Listing, Services
+from auraflux.serve.services import Services
 from auraflux.serve.transport.body import read_body
 
 

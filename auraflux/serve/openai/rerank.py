@@ -47,14 +47,14 @@ def routes(services: Services) -> list[Operation]:
             raise InputError("documents is an empty list; give at least one document.")
         service = await services.select(request, body.model)
         template, labels = _template(service), _labels(service)
-        texts = [each if isinstance(each, str) else each.text for each in body.documents]
-        prompts = [_prompt(service, template, body, text) for text in texts]
+        documents = [each if isinstance(each, str) else each.text for each in body.documents]
+        prompts = [_prompt(service, template, body, text) for text in documents]
         user = caller(request, body.user)
         requests = [Request(tuple(tokens), user=user, pooling="last", labels=labels) for tokens in prompts]
         outputs = await run_until_disconnect(request.receive, service.pool(requests))
         # Cohere's second version returns no documents
         shown = not request.url.path.startswith("/v2") if body.return_documents is None else body.return_documents
-        answer = None if outputs is None else _answer(service, body, texts if shown else None, outputs)
+        answer = None if outputs is None else _answer(service, body, documents if shown else None, outputs)
         # 499: the client has disconnected and reads nothing
         return Response(json.dumps(answer), 499 if answer is None else 200, media_type="application/json")
 
@@ -94,7 +94,7 @@ def _prompt(service: Service, template: str, body: RerankRequest, document: str)
     return service.tokenizer.encode(f"{before}{body.query}{between}{document}{after}", special=False)
 
 
-def _answer(service: Service, body: RerankRequest, texts: list[str] | None, outputs: list[ChatOutput]) -> dict[str, Any]:
+def _answer(service: Service, body: RerankRequest, documents: list[str] | None, outputs: list[ChatOutput]) -> dict[str, Any]:
     logits = np.stack([np.frombuffer(output.embedding, "<f4") for output in outputs]).astype(np.float64)
     # the softmax of two numbers is the sigmoid of their difference
     scores = 1 / (1 + np.exp(np.clip(logits[:, 0] - logits[:, 1], -700, 700)))
@@ -102,7 +102,7 @@ def _answer(service: Service, body: RerankRequest, texts: list[str] | None, outp
     results: list[dict[str, Any]] = []
     for index in order[: body.top_n]:
         result: dict[str, Any] = {"index": index, "relevance_score": float(scores[index])}
-        results.append(result if texts is None else {**result, "document": {"text": texts[index]}})
+        results.append(result if documents is None else {**result, "document": {"text": documents[index]}})
     tokens = sum(output.prompt_tokens for output in outputs)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     billed = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}, "tokens": {"input_tokens": tokens}}

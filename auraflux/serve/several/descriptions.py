@@ -4,12 +4,12 @@ import asyncio
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from multiprocessing import get_context
 
-from auraflux.serve.services import Listing
+from auraflux.serve.listing import Listing
 from auraflux.serve.several.catalog import Entry
 
 
 class Descriptions:
-    """What the files of models tell. Reading them imports torch and may take long, so another process does it, once."""
+    """Facts in the files of models. Reading them imports torch and may take long, so another process does it, once."""
 
     def __init__(self, entries: tuple[Entry, ...]):
         self._entries = entries

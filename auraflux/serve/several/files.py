@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from auraflux.errors import AurafluxError
 from auraflux.loading.default_sampling import default_sampling
 from auraflux.serve.fill_in_middle import find_fill_tokens
-from auraflux.serve.services import Listing
+from auraflux.serve.listing import Listing
 from auraflux.serve.several.catalog import Entry
 from auraflux.tokenizer.tokenizer import Tokenizer
 from auraflux.weights.download.local_models import local_models
@@ -24,14 +25,15 @@ UNKNOWN = "unknown"
 
 def describe_files(entry: Entry) -> Listing:
     """Return the facts about a model that its files tell; few for one that is not downloaded or cannot be read."""
-    known = {"name": entry.name, "aliases": entry.aliases}
+    known = Listing(entry.name, UNKNOWN, None, aliases=entry.aliases)
     try:
         path = find_local(entry.model) or dict(local_models()).get(entry.model)
         if path is None:
-            return Listing(model_type=UNKNOWN, context=None, **known)
+            return known
         headers, checkpoint = read_headers(path), open_checkpoint(path)
         tokenizer = _tokenizer(path, checkpoint)
-        return Listing(
+        return replace(
+            known,
             model_type=str(checkpoint.config.get("model_type", headers.model_type)),
             context=headers.context,
             headers=headers,
@@ -40,11 +42,10 @@ def describe_files(entry: Entry) -> Listing:
             templates=None if tokenizer is None else tokenizer.templates,
             fills_middle=tokenizer is not None and find_fill_tokens(tokenizer) is not None,
             default_sampling=default_sampling(checkpoint, {}),
-            **known,
         )
     except (AurafluxError, OSError) as err:
         log.warning("the model %s cannot be described: %s", entry.name, err)
-        return Listing(model_type=UNKNOWN, context=None, **known)
+        return known
 
 
 def _tokenizer(path: Path, checkpoint: Checkpoint) -> Tokenizer | None:

@@ -13,9 +13,9 @@ from auraflux.serve.failures import Failure, not_ready
 from auraflux.serve.keep_alive import parse_keep_alive
 from auraflux.serve.leases import lease
 from auraflux.serve.limits import Limits
+from auraflux.serve.listing import KeepAlive, Listing
 from auraflux.serve.metrics import PREFIX, Metrics, ModelMetrics
 from auraflux.serve.service import Service
-from auraflux.serve.services import KeepAlive, Listing
 from auraflux.serve.several.catalog import Catalog
 from auraflux.serve.several.descriptions import Descriptions
 from auraflux.serve.several.model_slot import LoadError, ModelSlot, Start, still_loading

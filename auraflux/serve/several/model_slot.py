@@ -15,9 +15,9 @@ from typing import Any
 
 from auraflux.serve.failures import LATER, Failure, sentence
 from auraflux.serve.limits import Limits
+from auraflux.serve.listing import Listing
 from auraflux.serve.metrics import Tally
 from auraflux.serve.service import Service
-from auraflux.serve.services import Listing
 from auraflux.serve.several.catalog import Entry
 from auraflux.serve.transport.link import ModelPlan
 from auraflux.serve.transport.pipe import LOADING, PipeLink
@@ -36,7 +36,7 @@ class LoadError(Exception):
 
 @dataclass
 class Use:
-    """Who uses a model.
+    """Counts of the users of a model.
 
     waiting       requests that wait until it is loaded
     running       requests that it serves
@@ -74,7 +74,7 @@ class ModelSlot:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes requests."""
+        """Return whether it takes requests."""
         return self.is_loaded and not self.leaving and not self.has_ended
 
     @property
@@ -83,7 +83,7 @@ class ModelSlot:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it can be unloaded without anybody noticing."""
+        """Return whether it can be unloaded without anybody noticing."""
         return self.is_loaded and not self.use.running and (self.leaving or not self.use.waiting)
 
     @property

@@ -23,7 +23,7 @@ class Reader(gguf.GGUFReader):
 
     @property
     def _mapped(self) -> mmap.mmap:
-        mapped = self.data.base
+        mapped: Any = self.data.base
         assert isinstance(mapped, mmap.mmap)
         return mapped
 
