@@ -8,7 +8,7 @@ import click
 
 from auraflux.cli.generate import figures
 from auraflux.cli.options.command import Command
-from auraflux.cli.options.model import LOADING, RANKS, SAMPLING, load_model, model_argument, options, sampling
+from auraflux.cli.options.model import LOADING, RANKS, SAMPLING, first_adapter, load_model, model_argument, options, sampling
 from auraflux.cli.options.stdin import read_line, stdin
 from auraflux.cli.output.expert_stats import show_expert_stats
 from auraflux.errors import AurafluxError
@@ -58,7 +58,7 @@ def chat(model: str | None, system: str | None, stats: bool, **chosen: Any) -> N
 
     MODEL is a folder, a GGUF file or a name; without it, the built-in model.
     """
-    settings = sampling(chosen)
+    settings = sampling(chosen) | first_adapter(chosen)
     stdin()
     loaded = load_model(model, chosen, chat=True)
     kv = loaded.engine.cache.settings.kv

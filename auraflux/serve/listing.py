@@ -44,6 +44,7 @@ class Listing:
     default_sampling  settings of requests that leave them out; None before it is loaded
     loaded            None while it is not
     aliases           other names
+    adapters          names of its adapters
     fills_middle      whether it can fill in the middle
     """
 
@@ -58,6 +59,7 @@ class Listing:
     loaded: Loaded | None = None
     aliases: tuple[str, ...] = ()
     fills_middle: bool = False
+    adapters: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, facts: ModelFacts, tokenizer: Tokenizer | None, aliases: tuple[str, ...] = ()) -> "Listing":
@@ -74,4 +76,5 @@ class Listing:
             Loaded(facts.kv, facts.device, facts.vocab),
             aliases,
             tokenizer is not None and find_fill_tokens(tokenizer) is not None,
+            facts.adapters,
         )

@@ -29,6 +29,7 @@ class ModelFacts:
     headers        facts of its files; None for a model without any
     path           of its files; clients never see it
     embedding      how it embeds inputs; None for a model whose files do not say
+    adapters       names of its adapters
     """
 
     name: str
@@ -43,6 +44,7 @@ class ModelFacts:
     headers: Headers | None = None
     path: Path | None = None
     embedding: Embedding | None = None
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ def facts_of(model: LanguageModel, name: str | None = None) -> ModelFacts:
         headers=_facts(read_headers, model.path),
         path=model.path,
         embedding=_facts(read_embedding, model.path),
+        adapters=() if model.engine.adapters is None else tuple(model.engine.adapters.names),
     )
 
 
