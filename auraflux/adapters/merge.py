@@ -21,7 +21,7 @@ ALTERNATING = "gpt_oss"  # gate and up alternate in its stacks
 
 
 class Deltas:
-    """What an adapter adds to each weight, by our names.
+    """The changes of an adapter by our names of the weights.
 
     used  modules of the adapter whose weights were loaded
     """

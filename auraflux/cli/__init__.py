@@ -18,6 +18,11 @@ from auraflux.cli.eval import evaluate
 from auraflux.cli.follow import follow
 from auraflux.cli.generate import generate
 from auraflux.cli.inspect import inspect
+from auraflux.cli.models.ps import ps
+from auraflux.cli.models.recommend import recommend
+from auraflux.cli.models.rm import rm
+from auraflux.cli.models.run import run
+from auraflux.cli.models.show import show
 from auraflux.cli.ops import ops
 from auraflux.cli.options.command import Group
 from auraflux.cli.options.environment import check_environment
@@ -71,6 +76,7 @@ def main() -> None:
 
 
 COMMANDS = (
+    run,
     generate,
     chat,
     serve,
@@ -78,7 +84,11 @@ COMMANDS = (
     follow,
     pull,
     list_models,
+    rm,
+    ps,
+    show,
     inspect,
+    recommend,
     convert,
     pack,
     plan,

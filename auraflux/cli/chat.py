@@ -58,13 +58,23 @@ def chat(model: str | None, system: str | None, stats: bool, **chosen: Any) -> N
 
     MODEL is a folder, a GGUF file or a name; without it, the built-in model.
     """
+    converse(model, system, stats, chosen)
+
+
+def converse(model: str | None, system: str | None, stats: bool, chosen: dict[str, Any], question: str | None = None) -> None:
+    """Load a model and answer lines until the input ends, or one question."""
     settings = sampling(chosen) | first_adapter(chosen)
-    stdin()
+    if question is None:
+        stdin()
     loaded = load_model(model, chosen, chat=True)
     kv = loaded.engine.cache.settings.kv
+    conversation = Conversation(loaded, system, settings, kv, stats)
+    if question is not None:
+        conversation.answer(question)
+        return
     facts = f"{loaded.path.stem}, context {loaded.context} tokens, KV cache {kv}, {loaded.default_sampling}"
     click.echo(f"{facts}. /help lists the commands.", err=True)
-    Conversation(loaded, system, settings, kv, stats).run(_reader())
+    conversation.run(_reader())
 
 
 class Conversation:

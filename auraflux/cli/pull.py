@@ -22,9 +22,10 @@ EXAMPLES = (
 def pull(name: str | None) -> None:
     """Download a model and print its path.
 
-    NAME is a repository on the Hugging Face hub (org/name, org/name@revision, or org/name/file.gguf) or a built-in name.
-    Without it, SmolLM2-135M-Instruct is downloaded. Files that are already here are not downloaded again. All files are of
-    one commit, and are checked against the hashes of the hub.
+    NAME is a repository on the Hugging Face hub (org/name, org/name@revision, or org/name/file.gguf), a built-in name, or a
+    short name such as qwen3:4b, which `auraflux list --remote` lists. Without it, SmolLM2-135M-Instruct is downloaded. Files
+    that are already here are not downloaded again. All files are of one commit, and are checked against the hashes of the
+    hub.
     """
     from auraflux.progress import on_terminal
     from auraflux.weights.download.pull import locate
@@ -35,13 +36,17 @@ def pull(name: str | None) -> None:
     click.echo(os.fsencode(path))
 
 
-@click.command("list", cls=Command, examples=("auraflux list", "auraflux list --json"))
+@click.command("list", cls=Command, examples=("auraflux list", "auraflux list --remote"))
+@click.option("--remote", is_flag=True, help="List the short names of models that can be downloaded; uses no network.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_models(as_json: bool) -> None:
+def list_models(remote: bool, as_json: bool) -> None:
     """List the downloaded models.
 
     Every other command takes the name in the first column. Only the files' headers are read.
     """
+    if remote:
+        _list_remote(as_json)
+        return
     from auraflux.weights.download.local_models import local_models
     from auraflux.weights.formats.headers import read_headers
 
@@ -57,6 +62,29 @@ def list_models(as_json: bool) -> None:
         _show(rows)
     else:
         click.echo("no model is downloaded yet. 'auraflux pull' downloads the built-in one.", err=True)
+
+
+def _list_remote(as_json: bool) -> None:
+    from auraflux.weights.download.local_models import local_models
+    from auraflux.weights.download.short_names import short_names
+
+    here = {name for name, _ in local_models()}
+    rows = [{**asdict(each), "downloaded": each.model in here} for each in short_names()]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    from rich.table import Table
+
+    from auraflux.cli.output.screen import stdout
+
+    table = Table("name", "also")
+    table.add_column("size", justify="right")
+    table.add_column("downloaded")
+    table.add_column("model", overflow="fold")
+    for row in rows:
+        here_or_not = "yes" if row["downloaded"] else ""
+        table.add_row(row["name"], ", ".join(row["aliases"]), size(row["nbytes"]), here_or_not, row["model"])
+    stdout().print(table)
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

@@ -23,9 +23,9 @@ from auraflux.serve.keep_alive import parse_keep_alive
 from auraflux.serve.limits import Limits
 from auraflux.serve.listing import KeepAlive, Listing
 from auraflux.serve.metrics import Metrics, ModelMetrics, Tally
-from auraflux.serve.model_names import adapter_of, is_model
 from auraflux.serve.parse import Syntax, find_syntax
 from auraflux.serve.transport.link import Link, ModelFacts
+from auraflux.serve.transport.model_names import adapter_of, is_model
 from auraflux.tokenizer.tokenizer import Tokenizer
 from auraflux.weights.formats.embedding import Embedding
 from auraflux.weights.parallel.expert_placement import PlacementResult

@@ -61,7 +61,7 @@ def check_linear(machine: Machine, bits: int, group: int = GROUP, kind: str = "f
     )
     check_close(machine.get(out, np.float32, ROWS), expected[0], tol, f"{what}, one token")
     one = machine.get(out, np.float32, ROWS)
-    machine.run(unpack_rows, (form,), code_at, groups, ready)
+    machine.run(unpack_rows, (form,), code_at, 0, groups, ready)
     # with paired products the widest tile needs unpacked rows
     for size, count, from_codes in ((8, 8, False), (8, 5, not ISA.by_pair), (4, 3, True), (2, 2, True)):
         rows, last = (code_at if from_codes else ready), count - 1
@@ -74,6 +74,56 @@ def check_linear(machine: Machine, bits: int, group: int = GROUP, kind: str = "f
         check_close(many[:count], expected[:count], tol, f"{what}, {count} tokens{' from codes' if from_codes else ''}")
         assert np.array_equal(one, many[0]), "a token's result is not batch-invariant"
         assert (many[count:] == 0x7F).all(), "results were stored beyond the last token"
+
+
+def check_grid(machine: Machine, kind: str, fast: bool) -> None:
+    """Check products with one of GGUF's grid formats: from its blocks, and from unpacked rows with widened scales."""
+    from auraflux.ops.linear.cpu.activations import prepare_token
+    from auraflux.ops.linear.cpu.forms import Form
+    from auraflux.ops.linear.cpu.microkernels import rows_times_tokens
+    from auraflux.ops.linear.cpu.panels import gather_tile, rows_times_tile, tile_nbytes
+    from auraflux.ops.linear.cpu.unpack import unpack_rows, widen_scales
+    from auraflux.quant import grids
+
+    grid, width, tokens = grids.FORMATS[kind], 2 * grids.SIZE, 2
+    spec, groups, group = Form(fast, grid.bits, grid.group, kind, grid.halves), width // grid.group, grid.group
+    form, what = spec.text, f"linear {kind}{'' if fast else ', exact'}"
+    packed = torch.from_numpy(RANDOM.integers(-(1 << 31), 1 << 31, (ROWS, width * grid.bits // 32)).astype(np.int32))
+    halves = RANDOM.integers(-(1 << 15), 1 << 15, (ROWS, 2, grid.halves)).astype(np.int16)
+    if kind == "iq1_m":
+        # the quarters of a scale in the highest bits of four halves
+        scale = np.array(0.01, np.float16).view(np.int16)
+        quarters = (scale >> 4 * np.arange(4) & 15) << 12
+        halves[..., :4] = (halves[..., :4] & 0x0FFF) | quarters.astype(np.uint16).view(np.int16)
+    else:
+        halves[..., 0] = np.array(0.01, np.float16).view(np.int16)
+    halves = halves.reshape(ROWS, -1)
+    meant = grids.decode(packed, torch.from_numpy(halves), kind).numpy()
+    x = RANDOM.standard_normal((tokens, width)).astype(np.float32)
+    step = np.abs(x.reshape(tokens, groups, group)).max(2, keepdims=True) / 127
+    rounded = (np.rint(x.reshape(tokens, groups, group) / step) * step).reshape(tokens, width) if fast else x
+    expected = rounded @ meant.T
+
+    code_at, half_at, x_at = machine.put(packed.numpy().T), machine.put(halves.T), machine.put(x)
+    stride, index = width * spec.act_nbytes, machine.put(np.arange(tokens))
+    acts, scales, sums = machine.room(np.int8, tokens, stride), *(machine.room(np.float32, tokens, groups) for _ in range(2))
+    for t in range(tokens):
+        offset = 4 * t * groups
+        machine.run(prepare_token, (form,), x_at + 4 * t * width, groups, acts + t * stride, scales + offset, sums + offset)
+    rest = acts, stride, scales, sums, index, groups
+    for count in (1, 2):
+        out = machine.room(np.float32, tokens, ROWS)
+        machine.run(rows_times_tokens, (form, count, 0), code_at, half_at, 0, *rest, out, 4 * ROWS)
+        check_close(machine.get(out, np.float32, count, ROWS), expected[:count], 1e-5, f"{what}, {count} tokens")
+    if not fast:
+        return
+    ready, wide = machine.room(np.uint8, ROWS, width * spec.unpacked_nbytes), machine.room(np.float32, groups, ROWS)
+    machine.run(unpack_rows, (form,), code_at, half_at, groups, ready)
+    machine.run(widen_scales, (form,), code_at, half_at, groups, wide, wide)
+    again, tile = machine.room(np.float32, 8, ROWS), machine.room(np.int8, tile_nbytes(spec, width))
+    machine.run(gather_tile, (form, 8), acts, stride, scales, sums, index, groups, tile, tokens - 1)
+    machine.run(rows_times_tile, (form, 8, 1), ready, wide, wide, tile, groups, again, 4 * ROWS, tokens - 1)
+    check_close(machine.get(again, np.float32, tokens, ROWS), expected, 1e-5, f"{what}, unpacked")
 
 
 def level_of(bits: int) -> np.ndarray:
@@ -187,6 +237,9 @@ def main(name: str) -> None:
         check_softmax(machine)
         for bits, group, kind in ((6, 16, "centred"), (3, 16, "centred"), (2, 16, "f32"), (4, 32, "iq4"), (4, 16, "nvfp4")):
             check_linear(machine, bits, group, kind)
+        for kind in ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"):
+            check_grid(machine, kind, fast=True)
+            check_grid(machine, kind, fast=False)
 
 
 if __name__ == "__main__":

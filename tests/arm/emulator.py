@@ -67,7 +67,7 @@ class Machine:
             source = program.with_suffix(".s")
             source.write_text(assembly(kernel, constants, {}, self.target))
             driver = Path(__file__).with_name("driver.c")
-            known = "-Wa,-march=armv8.5-a+dotprod+fp16+i8mm+bf16+sha3+sve"
+            known = "-Wa,-march=armv9-a+fp16+i8mm+bf16+sha3"
             subprocess.run([COMPILER, "-static", "-O1", known, str(driver), str(source), "-o", str(program)], check=True)
             self._programs[key] = program
         return self._programs[key]

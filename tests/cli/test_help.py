@@ -116,14 +116,14 @@ def test_flags_of_other_engines_are_answered(command: str, words: list[str], sai
         (["generate", "--zzz"], "No such option: --zzz. 'auraflux generate --help-all' lists all options."),
         (["pull", "--zzz"], "No such option: --zzz. 'auraflux pull --help' lists all options."),
         (["pull", "--ctx-size", "4"], "No such option: --ctx-size."),
-        (["run"], "No such command: run. Did you mean auraflux chat?"),
+        (["repl"], "No such command: repl. Did you mean auraflux chat?"),
         (["genrate"], "No such command: genrate. Did you mean auraflux generate?"),
         (["bench", "models"], "No such command: models. Did you mean auraflux bench model?"),
         (
             ["generate", "m.gguf", "Once upon a time"],
             "unexpected extra argument (Once upon a time). A prompt is given with -p.",
         ),
-        (["xyzzy"], "No such command: xyzzy. The commands are: bench, chat"),
+        (["xyzzy"], "No such command: xyzzy. The commands are: batch, bench, chat"),
     ],
 )
 def test_what_does_not_exist_is_answered_with_what_does(words: list[str], said: str):

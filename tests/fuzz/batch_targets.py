@@ -56,7 +56,7 @@ def upload(rng: random.Random) -> None:
     # a path cannot hold control characters
     path = rng.choice(PATHS).format("".join(each for each in id if each.isprintable() and each not in "?#"))
     method = rng.choice(["GET", "POST", "DELETE"])
-    answers = [answer, with_client.request(method, path, params={"limit": str(odd(rng))[:50]})]
+    answers = [answer, with_client.request(method, path, params={"limit": str(odd(rng))[:50].encode("utf8", "replace")})]
     if answer.status_code == 200:
         answers.append(with_client.delete(f"/v1/files/{id}"))
     for each in answers:

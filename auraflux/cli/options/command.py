@@ -12,7 +12,6 @@ from auraflux.cli.options.sections import OTHER, SECTIONS
 SHOW_ALL = "auraflux.cli.help_all"  # in the context's meta: --help lists all options
 # commands of other engines, by what they are called here
 PEER_COMMANDS = {
-    "run": "chat",
     "cli": "chat",
     "repl": "chat",
     "complete": "generate",
@@ -21,8 +20,9 @@ PEER_COMMANDS = {
     "api": "serve",
     "download": "pull",
     "ls": "list",
+    "remove": "rm",
+    "delete": "rm",
     "models": "list",
-    "show": "inspect",
     "info": "inspect",
     "quantize": "convert",
     "benchmark": "bench",

@@ -12,7 +12,7 @@ OURS = {
     "AURAFLUX_CACHE": "Absolute path of the folder for compiled CPU kernels, key calibrations and the prefix cache; "
     "by default `auraflux` in the user's cache folder.",
     "AURAFLUX_HOME": "Folder whose `models` subfolder holds built-in models; by default `auraflux` in the user's cache folder.",
-    "AURAFLUX_API_KEY": "API key that `auraflux serve` requires of clients and `auraflux bench serve` sends.",
+    "AURAFLUX_API_KEY": "API key that `auraflux serve` requires of clients, and that `ps`, `show` and `bench serve` send.",
 }
 OTHERS = {
     "XDG_CACHE_HOME": "Absolute path of the user's cache folder; by default `~/.cache`.",

@@ -113,8 +113,8 @@ async def _requests(connection: Any, lines: "list[BatchLine]", journal: "Journal
     from auraflux.progress import on_terminal
     from auraflux.serve.app import make_inner_app
     from auraflux.serve.batch.work import run_lines
-    from auraflux.serve.model_names import adapter_of
     from auraflux.serve.service import Service
+    from auraflux.serve.transport.model_names import adapter_of
     from auraflux.serve.transport.pipe import PipeLink
 
     ready = asyncio.Event()

@@ -12,7 +12,7 @@ from auraflux.serve.fill_in_middle import find_fill_tokens
 from auraflux.serve.listing import Listing
 from auraflux.serve.several.catalog import Entry
 from auraflux.tokenizer.tokenizer import Tokenizer
-from auraflux.weights.download.local_models import local_models
+from auraflux.weights.download.local_models import find_downloaded
 from auraflux.weights.download.pull import find_local
 from auraflux.weights.formats.checkpoint import open_checkpoint
 from auraflux.weights.formats.embedding import read_embedding
@@ -27,7 +27,7 @@ def describe_files(entry: Entry) -> Listing:
     """Return the facts about a model that its files tell; few for one that is not downloaded or cannot be read."""
     known = Listing(entry.name, UNKNOWN, None, aliases=entry.aliases)
     try:
-        path = find_local(entry.model) or dict(local_models()).get(entry.model)
+        path = find_local(entry.model) or find_downloaded(entry.model)
         if path is None:
             return known
         headers, checkpoint = read_headers(path), open_checkpoint(path)

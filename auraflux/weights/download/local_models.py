@@ -6,6 +6,7 @@ from pathlib import Path
 
 from auraflux.errors import FetchError, SettingsError
 from auraflux.weights.download.pull import BUILT_IN, models_folder
+from auraflux.weights.download.short_names import full_name
 from auraflux.weights.formats.model_files import SPLIT
 
 
@@ -18,12 +19,26 @@ def local_models() -> Iterator[tuple[str, Path]]:
     yield from _cached(_hub_folder())
 
 
+def find_downloaded(name: str) -> Path | None:
+    """Return the path of a downloaded model by its name or short name; None if it is not downloaded."""
+    return dict(local_models()).get(full_name(name))
+
+
+def files_nbytes(name: str) -> int:
+    """Return the size on disk of a downloaded model."""
+    path = find_downloaded(name)
+    if path is None:
+        return 0
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(each.stat().st_size for each in files if each.is_file())
+
+
 def remove(name: str, in_use: Iterable[Path] = ()) -> bool:
-    """Delete a downloaded model by its name in `local_models`; return whether there was one.
+    """Delete a downloaded model by its name in `local_models` or its short name; return whether there was one.
 
     in_use  paths of models that are served, which are not deleted
     """
-    path = dict(local_models()).get(name)
+    path = find_downloaded(name)
     if path is None:
         return False
     whole = path.parents[1] if path.is_dir() else path

@@ -19,6 +19,7 @@ from auraflux.machine import cache_home
 from auraflux.weights.convert.destination import clear, working_folder
 from auraflux.weights.download.checksums import digest, is_verified, record_verified
 from auraflux.weights.download.hub import Report, from_hub
+from auraflux.weights.download.short_names import full_name
 from auraflux.weights.formats.untrusted import shown
 
 POLL_S = 0.1
@@ -62,8 +63,8 @@ def models_folder() -> Path:
 def locate(name: str | None = None, report: Report = _no_report) -> Path:
     """Return the path of a model, downloading it first if needed.
 
-    name  a folder, a .gguf file, a built-in name, or a repository on the Hugging Face hub ("org/name", with a revision
-          "org/name@revision", or "org/name/file.gguf"); None for the default model
+    name  a folder, a .gguf file, a built-in name, a short name ("qwen3:4b"), or a repository on the Hugging Face hub
+          ("org/name", with a revision "org/name@revision", or "org/name/file.gguf"); None for the default model
     """
     name = DEFAULT if name is None else name
     path = find_local(name)
@@ -72,6 +73,7 @@ def locate(name: str | None = None, report: Report = _no_report) -> Path:
 
 def fetch(name: str, report: Report = _no_report) -> Path:
     """Return the path of a built-in model or one of the hub, downloading it first if needed; never a path that is given."""
+    name = full_name(name)
     if name.lower() in BUILT_IN:
         return _built_in(name.lower(), report)
     repository, revision, file = _on_hub(name)
@@ -89,8 +91,8 @@ def find_local(name: str) -> Path | None:
     # the name is too long, or its ~user is unknown
     except (OSError, RuntimeError) as err:
         raise FormatError(f"there is no model {shown(name)}: {getattr(err, 'strerror', None) or err}.") from err
-    if name.lower() not in BUILT_IN:
-        _on_hub(name)
+    if full_name(name).lower() not in BUILT_IN:
+        _on_hub(full_name(name))
     return None
 
 
@@ -101,7 +103,7 @@ def _on_hub(name: str) -> tuple[str, str | None, str | None]:
         known = ", ".join(BUILT_IN)
         raise FormatError(
             f"there is no model {shown(name)}: no such folder or file, and neither a built-in name ({known}) nor a repository "
-            "on the Hugging Face hub (org/name)."
+            "on the Hugging Face hub (org/name). 'auraflux list --remote' lists short names."
         )
     return found[1], found[2], found[3]
 

@@ -18,7 +18,7 @@ pytest.importorskip("datasets", reason="lm-eval's dependency datasets is not ins
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 # of each task
-ITEMS = 100
+ITEMS = 200
 POINTS = 0.3
 WORDS = ["apple", "river", "stone", "music", "horse", "paper", "light", "bread", "cloud", "tiger", "glass", "money", "table"]
 TASKS = {
@@ -54,16 +54,17 @@ CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Italy": "Rome", "Spain": "Madr
 def items(task: str) -> list[dict[str, Any]]:
     rng = random.Random(task)
     if task == "counting":
-        numbers = [rng.randrange(2, 400) for _ in range(ITEMS)]
-        choices = [[f" {n + 1}", f" {n - 1 - rng.randrange(9)}", f" {n + 2 + rng.randrange(9)}"] for n in numbers]
-        orders = [rng.sample(range(3), 3) for _ in numbers]
+        starts = [(rng.randrange(2, 99), rng.randrange(2, 13)) for _ in range(ITEMS)]
+        fourth = [first + 3 * step for first, step in starts]
+        choices = [[f" {n}", f" {n + rng.choice((-2, -1, 1, 2))}", f" {n + rng.choice((-7, -5, 3, 5))}"] for n in fourth]
+        orders = [rng.sample(range(3), 3) for _ in starts]
         return [
             {
-                "question": f"{n - 3}, {n - 2}, {n - 1}, {n},",
+                "question": f"{first}, {first + step}, {first + 2 * step},",
                 "choices": [given[k] for k in order],
                 "label": order.index(0),
             }
-            for n, given, order in zip(numbers, choices, orders, strict=True)
+            for (first, step), given, order in zip(starts, choices, orders, strict=True)
         ]
     if task == "recall":
         lists = [rng.sample(WORDS, 6) for _ in range(ITEMS)]
@@ -125,6 +126,7 @@ def test_the_numbers_are_those_of_transformers(folder: Path, served: Served):
     assert ours["recall"]["perplexity,none"] == pytest.approx(theirs["recall"]["perplexity,none"], rel=1e-3)
     # a task that no model fails, or that all fail, would show nothing
     assert 0.4 < theirs["recall"]["acc,none"] < 1
+    assert 0.4 < theirs["counting"]["acc,none"] < 1
 
 
 def test_generation_through_both_endpoints(folder: Path, served: Served):
