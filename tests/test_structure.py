@@ -33,6 +33,7 @@ LEVELS = {
     "adapters": 2,
     "models": 2,
     "tokenizer": 2,
+    "vision": 2,
     "engine": 3,
     "speculative": 4,
     "scheduler": 5,
@@ -41,6 +42,7 @@ LEVELS = {
     "serve": 7,
     "bench": 7,
     "eval": 7,
+    "integrations": 7,
     "cli": 8,
 }
 # `ops` may use the weight formats; the formats know nothing of ops
@@ -50,6 +52,7 @@ SAME_LEVEL = {
     ("cache", "weights"),
     ("weights", "cache"),
     ("distributed", "loading"),
+    ("vision", "models"),
     ("loading", "distributed"),
 }
 BACKENDS = {"cpu": {"cpu", "simd"}, "cuda": {"cuda", "gpu", "hopper"}}

@@ -97,9 +97,9 @@ class Batch:
     """Sequences that run their steps together. Make it once and use it for as long as its sequences stay the same.
 
     index              tensors that kernels read about the step
-    positions          [T]  int32, of each new token in its sequence
+    positions          [T]  int32, RoPE position of each new token; [T, R/2] for images with multimodal RoPE
     counts             new tokens of each sequence
-    single             each sequence has one new token
+    single             each sequence has one new token, which is a token of the vocabulary
     logits             which new tokens need logits
     padding_sequences  dummy sequences after the others in a single-token step: pads the batch to a captured size
     padding            padding tokens at the end of a single sequence's step, which pad it to a captured size; None if it is
@@ -125,6 +125,7 @@ class Batch:
         self.padding: int | None = None
         self.counts: list[int] = []
         self._padding_mask: Tensor | None = None
+        self._embeddings: list[tuple[Tensor, Tensor]] = []
         self._find_index, self._evict, self._expected = find_index, evict, expected
         self._views: dict[Layer, Any] = {}
         self._use_index(max(sequence.length for sequence in sequences))
@@ -175,8 +176,15 @@ class Batch:
     def padding_mask(self) -> Tensor:
         """1 for padding tokens, 0 for all others: [T, 1] float32."""
         if self._padding_mask is None:
-            self._padding_mask = (self.positions >= self.index.unpadded_length).float().unsqueeze(1)
+            rows = torch.arange(len(self.positions), device=self.positions.device)
+            self._padding_mask = (rows >= self.index.padding_starts[1]).float().unsqueeze(1)
         return self._padding_mask
+
+    def put_embeddings(self, x: Tensor) -> Tensor:
+        """Put the embeddings of images in place of those of their tokens: [T, H]."""
+        for rows, found in self._embeddings:
+            x = x.index_copy(0, rows.to(x.device), found.to(x.device, x.dtype))
+        return x
 
     def drop_padding(self) -> None:
         """Remove the padding tokens of a finished step from their sequence."""
@@ -206,19 +214,31 @@ class Batch:
 
     def allocate(self, counts: list[int], padding: int | None) -> None:
         """Extend the sequences as `extend` does, after `reserve_pages` made sure that there are pages."""
+        self._embeddings = self._new_embeddings(counts)
         for sequence, new in zip(self.sequences, counts, strict=True):
             for state in sequence.group_states.values():
                 state.extend(sequence.length, new)
             sequence.length += new
-        self.counts, self.single, self.padding = counts, all(new == 1 for new in counts), padding
+        self.counts, self.padding = counts, padding
+        self.single = all(new == 1 for new in counts) and not self._embeddings
         self._write(counts)
+
+    def _new_embeddings(self, counts: list[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return the rows of the step that hold images, with their embeddings."""
+        made: list[tuple[Tensor, Tensor]] = []
+        for start, sequence, new in zip([0, *accumulate(counts)], self.sequences, counts, strict=False):
+            inputs = sequence.inputs
+            if inputs is not None and (found := inputs.embeddings(sequence.length, sequence.length + new)) is not None:
+                made.append((torch.from_numpy(found[0] + start), found[1]))
+        return made
 
     def _write(self, counts: list[int]) -> None:
         """Write the step to the index."""
         lengths = [sequence.length for sequence in self.sequences]
         self._use_index(max(lengths))
         spans = [range(length - new, length) for length, new in zip(lengths, counts, strict=True)]
-        positions = [span[0] for span in spans] if self.single else []
+        each = zip(self.sequences, spans, strict=True)
+        positions = [sequence.position(span[0]) for sequence, span in each] if self.single else []
         if self.padding_sequences:
             assert self.single, "only steps of one token per sequence are padded with sequences"
             zeros = [0] * self.padding_sequences
@@ -229,8 +249,8 @@ class Batch:
         if self.single:
             self.positions = self.index.positions
         else:
-            numbers = np.concatenate([np.arange(span.start, span.stop, dtype=np.int32) for span in spans])
-            self.positions = torch.from_numpy(numbers).to(self.index.device, non_blocking=True)
+            numbers = [sequence.positions(span.start, span.stop) for sequence, span in zip(self.sequences, spans, strict=True)]
+            self.positions = torch.from_numpy(_concatenated(numbers)).to(self.index.device, non_blocking=True)
         for group in self.sequences[0].group_states:
             states = self.states(group)
             padded = states + [group.padding_state] * self.padding_sequences if self.padding_sequences else states
@@ -299,3 +319,11 @@ class Batch:
     def table(self, group: LayerGroup) -> Tensor:
         """Return the page table of the sequences, int32 [B, M]."""
         return self.index.table(group)
+
+
+def _concatenated(parts: list[np.ndarray]) -> np.ndarray:
+    """Concatenate positions; those of all tokens are per frequency if some are."""
+    width = max((part.shape[1] for part in parts if part.ndim == 2), default=0)
+    if width:
+        parts = [part if part.ndim == 2 else np.repeat(part[:, None], width, 1) for part in parts]
+    return np.ascontiguousarray(np.concatenate(parts))

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
+from torch import Tensor
+
 from auraflux.cache.step_index import StepIndex, WriteObserver
 from auraflux.errors import InputError
 
@@ -148,11 +151,30 @@ class Snapshot:
     images: tuple[Any, ...]
 
 
+class PromptInputs(Protocol):
+    """Changes that images make to a prompt: the tokens' RoPE positions, and embeddings in place of tokens."""
+
+    def position(self, at: int) -> int:
+        """Return the RoPE position of a token that is no image's."""
+
+    def positions(self, start: int, stop: int) -> np.ndarray:
+        """Return the RoPE positions of some tokens: int32 [T], or [T, R/2] where frequencies have positions of their own."""
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        """Return whether some of these tokens are an image's."""
+
+    def embeddings(self, start: int, stop: int) -> tuple[np.ndarray, Tensor] | None:
+        """Return which of some tokens have embeddings, as numbers from `start` on, and these [N, H]; None for none."""
+
+
 class KVSequence:
     """The tokens of one sequence in all layers.
 
     adapter  number of the adapter that computes it; None for the model alone
+    inputs   of its prompt, where that has images
     """
+
+    inputs: PromptInputs | None = None
 
     def __init__(self, group_states: dict[CacheGroup, SequenceState], checkpoints: Checkpoints, format: str, length: int = 0):
         self.group_states, self.length, self.format = group_states, length, format
@@ -161,6 +183,18 @@ class KVSequence:
         self._store = checkpoints
         self._own: list[Checkpoint] = []
         self._stride_length = length
+
+    def position(self, at: int) -> int:
+        """Return the RoPE position of a token that is no image's."""
+        return at if self.inputs is None else self.inputs.position(at)
+
+    def positions(self, start: int, stop: int) -> np.ndarray:
+        """Return the RoPE positions of some tokens, see `PromptInputs`."""
+        return np.arange(start, stop, dtype=np.int32) if self.inputs is None else self.inputs.positions(start, stop)
+
+    def has_embeddings(self, new: int) -> bool:
+        """Return whether some of the next `new` tokens are an image's."""
+        return self.inputs is not None and self.inputs.overlaps(self.length, self.length + new)
 
     @property
     def nbytes(self) -> int:

@@ -56,6 +56,10 @@ class MixedBatch:
         self.decode.roll_back(lengths[:-1])
         self.prefill.roll_back(lengths[-1:])
 
+    def put_embeddings(self, x: Tensor) -> Tensor:
+        """Return x: a chunk with images shares no step with decoding sequences."""
+        return x
+
     def split(self, rows: Rows) -> tuple[Rows, Rows]:
         """Split rows [T, ...] into those of the decode part and those of the prefill part; None stays None."""
         count = self.decode.tokens

@@ -15,6 +15,7 @@ from auraflux.engine.graph_runner import GraphRunner
 from auraflux.engine.model_runner import HiddenRunner, Model, ModelRunner, Ranks
 from auraflux.errors import CacheFull
 from auraflux.quant import QTensor
+from auraflux.vision.families import Vision
 from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
 
 # tokens that a GPU's prefill steps are padded to: few sizes, so that CUDA graphs are reused; coarse below 256, where a step is
@@ -60,10 +61,12 @@ class Engine:
     ranks      that run the model with this process; None for a single process
     hidden     return the hidden states of all tokens, which MTP drafts from
 
+    `vision` encodes images; None where the model takes none.
     `take_memory` takes so many bytes of GPU memory from the expert cache and returns how many it got; None without one.
     """
 
     take_memory: Callable[[int], int] | None = None
+    vision: Vision | None = None
 
     def __init__(
         self,
@@ -185,6 +188,7 @@ class Engine:
             or len(counts) > 1
             or not 1 < counts[0] <= min(self.chunk, PREFILL_SIZES[-1])
             or not self.graphs.supports_prefill
+            or batch.sequences[0].has_embeddings(counts[0])
         ):
             return None
         size = self._prefill_size(counts[0])
@@ -226,7 +230,7 @@ class Engine:
         Return None, with nothing changed, if the cache has no room for the chunk or no size fits it.
         """
         size = next((size for size in self.mixed_chunk_sizes(len(batch.sequences)) if size >= len(chunk)), None)
-        if size is None or sequence.length + size > self.cache.context:
+        if size is None or sequence.length + size > self.cache.context or sequence.has_embeddings(len(chunk)):
             return None
         if self.adapters is not None and any(each.adapter is not None for each in (*batch.sequences, sequence)):
             # its token-wise layers would need the adapters of both parts

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from auraflux.engine.sampling import Sampling
+from auraflux.vision.span import ImageSpan
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Request:
     pooling                 "last", "mean" or "cls" to embed the prompt instead of continuing it
     adapter                 name of an adapter of the model; None for the model alone
     labels                  tokens whose logits after the prompt are its embedding, for a request with `pooling`
+    images                  the prompt's images in order, see `vision/processor.py`
     """
 
     prompt: tuple[int, ...]
@@ -59,6 +61,7 @@ class Request:
     thinking: ThinkingBudget | None = None
     pooling: str | None = None
     labels: tuple[int, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
     adapter: str | None = None
 
 

@@ -11,6 +11,7 @@ from auraflux.tokenizer.grammar import mask_words
 
 # bytes of the text in which tags are looked for; longer than every tag
 WINDOW = 256
+LONGEST_CHARACTER = 4  # bytes, in UTF-8
 
 
 class TokenMatcher(Protocol):
@@ -35,6 +36,8 @@ class ThinkingMatcher:
         self._words = mask_words(vocab)
         self._inside, self._spent, self._closed_once = budget.opened, 0, False
         self._text, self._watching = b"", True
+        # the last bytes of the text, to see whether they end a character
+        self._tail = b""
         self._forced: tuple[int, ...] = ()
         self._force_if_spent()
 
@@ -50,18 +53,24 @@ class ThinkingMatcher:
             only = self._forced[0]
             if inner is None or int(inner[only // 32]) >> only % 32 & 1:
                 return _only(only, self._words)
-            # the grammar goes first: it asks for another kind of message
-            self._forced = ()
+            # the grammar goes first: it asks for the rest of a character, or for another kind of message
+            if not _is_unfinished(self._tail):
+                self._forced = ()
         return torch.full((self._words,), -1, dtype=torch.int32) if inner is None else inner
 
     def take(self, token: int) -> None:
         """Advance by one token."""
         if self._inner is not None:
             self._inner.take(token)
+        piece = self._piece(token)
+        waits, self._tail = _is_unfinished(self._tail), (self._tail + piece)[-LONGEST_CHARACTER:]
         if self._forced:
-            self._forced = self._forced[1:] if token == self._forced[0] else ()
+            if token == self._forced[0]:
+                self._forced = self._forced[1:]
+            elif not waits:
+                self._forced = ()
             return
-        self._text = (self._text + self._piece(token))[-WINDOW:]
+        self._text = (self._text + piece)[-WINDOW:]
         if self._inside is None:
             self._look_for_opening()
         else:
@@ -91,6 +100,16 @@ class ThinkingMatcher:
         self._forced = self._inside.again_ids if self._closed_once else self._inside.close_ids
         self._closed_once = True
         self._close()
+
+
+def _is_unfinished(text: bytes) -> bool:
+    """Return whether a text ends within a character."""
+    for count, byte in enumerate(reversed(text[-LONGEST_CHARACTER + 1 :]), 1):
+        if byte < 0x80:
+            return False
+        if byte >= 0xC0:
+            return count < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4)
+    return False
 
 
 def _only(token: int, words: int) -> Tensor:

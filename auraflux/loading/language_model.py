@@ -16,6 +16,9 @@ from auraflux.errors import InputError, SettingsError
 from auraflux.scheduler.scheduler import Scheduler
 from auraflux.scheduler.sequence import Sequence as RunningSequence
 from auraflux.scheduler.stats import Stats
+from auraflux.vision.messages import open_image, take_images
+from auraflux.vision.processor import place_images
+from auraflux.vision.span import ImageSpan
 from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
 from auraflux.weights.experts.stats import ExpertCacheStatsByLayer
 from auraflux.weights.experts.store import ExpertStore
@@ -36,6 +39,8 @@ class LanguageModel:
     notes       remarks for the user on how the weights were loaded
     experts     store or pool of experts that are not all on the device; its `cache_stats()` counts hits, misses and bytes
     default_sampling  settings of generations that leave them out
+    vision      takes images; None for a model that takes text only
+    no_images   why it takes no images
     """
 
     def __init__(
@@ -47,10 +52,12 @@ class LanguageModel:
         *,
         model_type: str = "",
         default_sampling: DefaultSampling | None = None,
+        no_images: str = "",
     ):
         self.scheduler, self.engine, self.tokenizer = scheduler, scheduler.engine, scheduler.admission.tokenizer
         self.path, self.notes, self.experts, self.model_type = path, notes, experts, model_type
         self.default_sampling = default_sampling or DefaultSampling()
+        self.vision, self.no_images = self.engine.vision, no_images
         self.stats = Stats()
 
     @property
@@ -84,7 +91,10 @@ class LanguageModel:
         return _tokens_of(self._stream(self._ids(prompt), sampling))
 
     def chat(self, messages: Sequence[Message], **sampling: Any) -> Iterator[str]:
-        """Reply to a conversation ({"role": ..., "content": ...}) and stream text; its cached prefix is reused."""
+        """Reply to a conversation ({"role": ..., "content": ...}) and stream text; its cached prefix is reused.
+
+        Content is text, or parts: {"type": "text", "text": ...} and {"type": "image", "image": a path, bytes or PIL image}.
+        """
         outputs = self._run(self._chat_request(messages, sampling))
         return (output.text for _, output in outputs if output.text)
 
@@ -114,8 +124,18 @@ class LanguageModel:
 
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:
         """Render and encode a conversation up to the beginning of the reply."""
+        return self._chat_prompt(messages)[0]
+
+    def _chat_prompt(self, messages: Sequence[Message]) -> tuple[list[int], tuple[ImageSpan, ...]]:
         tokenizer = self._need_tokenizer("a conversation")
-        return tokenizer.encode(tokenizer.apply_template(list(messages)), special=False)
+        messages, images = take_images(messages)
+        if images and self.vision is None:
+            raise InputError(f"{self.path.name} takes no images: {self.no_images}.")
+        ids = tokenizer.encode(tokenizer.apply_template(messages), special=False)
+        if self.vision is None or not images:
+            return ids, ()
+        processor = self.vision.processor
+        return place_images(ids, [processor.prepare(open_image(image)) for image in images], processor)
 
     def reset(self) -> None:
         """Clear the prefix cache."""
@@ -152,19 +172,25 @@ class LanguageModel:
                 stats.finish_reasons = ("cancelled",)
             self.scheduler.cancel(sequence)
 
-    def _request(self, prompt: list[int], sampling: dict[str, Any], ends: frozenset[int] | None = None) -> Request:
+    def _request(
+        self,
+        prompt: list[int],
+        sampling: dict[str, Any],
+        ends: frozenset[int] | None = None,
+        images: tuple[ImageSpan, ...] = (),
+    ) -> Request:
         """Build a request that the scheduler will admit; `sampling` may name an adapter."""
         settings = {name: value for name, value in sampling.items() if name != "adapter"}
-        request = Request(tuple(prompt), self._sampling(settings), stop_token_ids=ends, adapter=sampling.get("adapter"))
+        chosen = self._sampling(settings)
+        request = Request(tuple(prompt), chosen, stop_token_ids=ends, images=images, adapter=sampling.get("adapter"))
         self.scheduler.check(request)
         return request
 
     def _chat_request(self, messages: Sequence[Message], sampling: dict[str, Any]) -> Request:
         """Build a request that also stops at the template's end-of-turn token."""
-        prompt = self.chat_ids(messages)
-        return self._request(
-            prompt, sampling, self.scheduler.admission.stop_token_ids | self._need_tokenizer("a conversation").end_of_turn_ids
-        )
+        prompt, images = self._chat_prompt(messages)
+        ends = self.scheduler.admission.stop_token_ids | self._need_tokenizer("a conversation").end_of_turn_ids
+        return self._request(prompt, sampling, ends, images)
 
     def _sampling(self, given: dict[str, Any]) -> Sampling:
         known = [field.name for field in fields(Sampling)]

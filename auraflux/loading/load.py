@@ -34,6 +34,7 @@ from auraflux.speculative.draft_model import DraftModelProposer, check_vocabular
 from auraflux.speculative.mtp import MTPDrafter
 from auraflux.speculative.ngram import NGramProposer
 from auraflux.speculative.speculation import Speculation
+from auraflux.vision.families import NoVision, Vision
 from auraflux.weights.download.pull import locate
 from auraflux.weights.experts.row_table import loaded_nbytes
 from auraflux.weights.experts.settings import ExpertSettings, parse_nbytes
@@ -173,6 +174,9 @@ def load_with(path_or_name: str | Path | None, options: LoadOptions) -> Language
         model, key_calibration = loader.run(report)
         cleanup.pop_all()
     engine = loader.engine(model, key_calibration, adapters)
+    vision = loader.vision()
+    if isinstance(vision, Vision):
+        engine.vision = vision
     speculation = None if options.speculate is None else _speculation(draft_path, loader, engine)
     scheduler = Scheduler(
         engine,
@@ -192,6 +196,7 @@ def load_with(path_or_name: str | Path | None, options: LoadOptions) -> Language
         budget.pool or budget.experts,
         model_type=source.kind,
         default_sampling=default_sampling(source.checkpoint, options.sampling),
+        no_images=vision.reason if isinstance(vision, NoVision) else "",
     )
 
 

@@ -22,6 +22,7 @@ from auraflux.loading.model_source import ModelSource
 from auraflux.loading.options import LoadOptions
 from auraflux.progress import Report
 from auraflux.tokenizer.tokenizer import Tokenizer
+from auraflux.vision.families import NoVision, Vision, open_vision
 from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
 from auraflux.weights.experts.row_table import loaded_nbytes
 from auraflux.weights.experts.store import ExpertStore
@@ -185,6 +186,13 @@ class ModelLoader:
                 layers = place(adapters, model.named, self.source.module.rename, self.device, self.budget.dtype)
                 engine.set_adapters(LoadedAdapters(adapters, layers))
         return engine
+
+    def vision(self) -> Vision | NoVision:
+        """Load the vision tower where the model has one."""
+        if self.leader is not None:
+            return NoVision("it runs on several ranks")
+        with device_memory():
+            return open_vision(self.source.checkpoint, self.source.config, self.device, self.budget.dtype)
 
     def prefix_disk(self, engine: Engine, nbytes: int, folder: Path) -> PrefixDisk:
         """Return the prefix cache on disk; entries of other models and of other settings have other folders."""

@@ -181,7 +181,7 @@ class Decoder(ABC, Generic[ConfigT]):
     def run_layers(self, x: Tensor, batch: Batch | MixedBatch, cache: Cache, count: int) -> Residual:
         """Run the first `count` layers that are here: ids [T] or, in later pipeline stages, [T, H] -> [T, H] and delta."""
         if self.span.start == 0:
-            x = self.embed_tokens(x)
+            x = batch.put_embeddings(self.embed_tokens(x))
         delta: Tensor | None = None
         for layer, number in zip(self.layers[:count], self.span, strict=False):
             x, delta = layer(x, delta, batch, cache.layers[number])

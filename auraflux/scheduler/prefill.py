@@ -9,6 +9,8 @@ from auraflux.scheduler.prompt_logprobs import score_prompt
 from auraflux.scheduler.sequence import Sequence
 from auraflux.speculative.speculation import Speculation
 
+ENCODE_PAUSE_S = 0.1  # by which encoding an image delays a decode step
+
 PrefillChunk = tuple[Sequence, int]  # a sequence, and how many of its next prompt tokens
 
 
@@ -25,7 +27,7 @@ class PrefillRunner:
 
     def next(self, running: list[Sequence], while_decoding: bool) -> list[list[PrefillChunk]]:
         """Return the next chunks; those of one list share a step."""
-        prefilling = [sequence for sequence in running if sequence.uncomputed > 0]
+        prefilling = [sequence for sequence in running if sequence.uncomputed > 0 and sequence.next_chunk]
         if not prefilling:
             return []
         decoding = len(running) - len(prefilling) if while_decoding else 0
@@ -34,6 +36,19 @@ class PrefillRunner:
         shares = self.budget.split([sequence.next_chunk for sequence in prefilling], budget, one)
         chunks = [(sequence, share) for sequence, share in zip(prefilling, shares, strict=True) if share]
         return [[each] for each in chunks] if self.engine.prefers_separate_steps(sum(shares)) else [chunks]
+
+    def encode_images(self, running: list[Sequence], while_decoding: bool) -> None:
+        """Encode the images that prompts wait for: all, or for `ENCODE_PAUSE_S` while sequences decode."""
+        vision = self.engine.vision
+        if vision is None:
+            return
+        pause_s = ENCODE_PAUSE_S if while_decoding and any(each.uncomputed <= 0 for each in running) else None
+        for sequence in [each for each in running if each.images is not None]:
+            images = sequence.images
+            while images is not None and (number := images.next_unencoded(sequence.kv.length)) is not None:
+                if (found := vision.encoder.encode(images.spans[number].image, pause_s)) is None:
+                    return
+                images.found[number] = found
 
     def decoded(self) -> None:
         """Note the end of a decode step."""
@@ -97,4 +112,4 @@ class PrefillRunner:
         if sequence.kv.length - with_last in sequence.checkpoint_lengths:
             sequence.kv.checkpoint(before=int(with_last))
         if sequence.uncomputed <= 0 and sequence.prefix_entry is None and sequence.pooling is None:
-            sequence.prefix_entry = self.prefix_cache.insert_live(sequence.ids[:-1], sequence.kv)
+            sequence.prefix_entry = self.prefix_cache.insert_live(sequence.prefix_ids[:-1], sequence.kv)

@@ -199,7 +199,7 @@ class Scheduler:
         return any(
             other.uncomputed > 0
             and other.adapter == sequence.adapter
-            and min(common_length(other.ids, ids), len(ids) - 1) >= hit_tokens + page
+            and min(common_length(other.prefix_ids, ids), len(ids) - 1) >= hit_tokens + page
             for other in self._running
         )
 
@@ -207,13 +207,14 @@ class Scheduler:
         """Return whether a prefix of this prompt is still being read from disk; insert it into the prefix cache once read."""
         if not sequence.disk_checked:
             sequence.disk_checked = True
-            sequence.disk_fetch = None if sequence.needs_hidden else self.prefix_cache.fetch(sequence.ids, sequence.adapter)
+            fetches = not sequence.needs_hidden
+            sequence.disk_fetch = self.prefix_cache.fetch(sequence.prefix_ids, sequence.adapter) if fetches else None
         if sequence.disk_fetch is None:
             return False
         if not sequence.disk_fetch.done():
             return True
         fetched, sequence.disk_fetch = sequence.disk_fetch, None
-        self.prefix_cache.insert_loaded(sequence.ids, fetched.result())
+        self.prefix_cache.insert_loaded(sequence.prefix_ids, fetched.result())
         return False
 
     def _fits(self, sequence: Sequence, hit_tokens: int) -> bool:
@@ -236,6 +237,7 @@ class Scheduler:
         # it may have been preempted before its prompt was computed
         sequence.restart()
         sequence.kv_sequence = start.sequence
+        start.sequence.inputs = sequence.images
         if sequence.draft_state is not None and start.hit_tokens:
             sequence.draft_state.proposer.on_prefix_hit(sequence.ids, start.sequence)
         if sequence.cached_tokens is None:
@@ -248,7 +250,7 @@ class Scheduler:
         sequence.started_at = sequence.started_at or time.perf_counter()
         self._running.append(sequence)
         if sequence.uncomputed == 0:
-            sequence.prefix_entry = self.prefix_cache.insert_live(sequence.ids[:-1], sequence.kv)
+            sequence.prefix_entry = self.prefix_cache.insert_live(sequence.prefix_ids[:-1], sequence.kv)
 
     def _run_prefill(self, while_decoding: bool) -> bool:
         """Run the next prefill chunks; return False if a sequence was preempted."""
@@ -257,10 +259,17 @@ class Scheduler:
             # those sequences come first: while they decode, prompts would be prefilled in small chunks
             self._prefilled_ahead = False
             return True
+        self._encode_images(while_decoding)
         steps = self._prefill.next(self._running, while_decoding)
         if steps and while_decoding and self._prefill.fits_mixed_batch(steps[-1], self._running):
             [self._decode.mixed_chunk] = steps.pop()
         return all(self._run_chunks(chunks, while_decoding) for chunks in steps)
+
+    def _encode_images(self, while_decoding: bool) -> None:
+        try:
+            self._prefill.encode_images(self._running, while_decoding)
+        except Exception as err:
+            self._fail([sequence for sequence in self._running if sequence.images is not None and sequence.uncomputed > 0], err)
 
     def _run_chunks(self, chunks: list[PrefillChunk], with_logits: bool) -> bool:
         """Run prefill chunks in one step; return False if a sequence was preempted for them."""
@@ -363,9 +372,12 @@ class Scheduler:
             if kv.length > len(sequence.ids):
                 # a stop string may come before accepted draft tokens
                 kv.truncate(len(sequence.ids))
+            kv.inputs = None
+            if sequence.images is not None:
+                sequence.images.release()
             # a prompt that is embedded is not continued
             if sequence.failure is None and sequence.pooling is None:
-                self.prefix_cache.insert(sequence.ids[: kv.length], kv)
+                self.prefix_cache.insert(sequence.prefix_ids[: kv.length], kv)
             else:
                 kv.close()
 

@@ -10,6 +10,8 @@ from auraflux.engine.request import Output, Request, RequestStats, TokenLogprob
 from auraflux.scheduler.generation import Generation
 from auraflux.scheduler.pooling import Pooling
 from auraflux.speculative.draft_state import DraftState
+from auraflux.vision.prompt_images import PromptImages
+from auraflux.vision.span import prefix_ids
 
 
 class Sequence:
@@ -31,6 +33,7 @@ class Sequence:
     draft_checkpoint    length of the checkpoint made for a verify step; None for none
     prompt_logprobs     of the computed prompt tokens, from the second on
     pooling             of a prompt that is embedded; a token after its last lets all its tokens be prefilled
+    images              of its prompt; None without
     """
 
     def __init__(
@@ -39,11 +42,13 @@ class Sequence:
         generated: Generation,
         on_output: Callable[[Output], None],
         checkpoint_lengths: list[int],
+        images: PromptImages | None = None,
         adapter: int | None = None,
     ):
         self.request, self.generated, self.on_output = request, generated, on_output
-        self.checkpoint_lengths, self.adapter = checkpoint_lengths, adapter
+        self.checkpoint_lengths, self.images, self.adapter = checkpoint_lengths, images, adapter
         self.ids = list(request.prompt)
+        self._prompt_ids = None if images is None else prefix_ids(request.prompt, images.spans)
         self.kv_sequence: KVSequence | None = None
         self.prefix_entry: PrefixEntry | None = None
         self.cached_tokens: int | None = None
@@ -79,9 +84,14 @@ class Sequence:
         return self.request.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.request.prompt) - 1
 
     @property
+    def prefix_ids(self) -> list[int]:
+        """All known tokens as the prefix cache knows them: those of images say which image."""
+        return self.ids if self._prompt_ids is None else [*self._prompt_ids, *self.ids[len(self._prompt_ids) :]]
+
+    @property
     def reusable_ids(self) -> list[int]:
         """The tokens whose KV may come from the prefix cache; none where their hidden states are needed."""
-        return [] if self.needs_hidden else self.ids
+        return [] if self.needs_hidden else self.prefix_ids
 
     @property
     def needs_hidden(self) -> bool:
@@ -97,9 +107,11 @@ class Sequence:
 
     @property
     def next_chunk(self) -> int:
-        """Tokens that one prefill chunk may have: up to the next checkpoint."""
+        """Tokens that one prefill chunk may have: up to the next checkpoint, or to an image that is not encoded."""
         at = self.kv.length
         end = next((length for length in self.checkpoint_lengths if length > at), len(self.ids))
+        if self.images is not None and (ready := self.images.ready_until(at)) is not None:
+            end = min(end, ready)
         return min(self.uncomputed, end - at)
 
     @property

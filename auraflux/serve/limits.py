@@ -25,9 +25,10 @@ class Limits:
     file_nbytes     of an uploaded file
     idle_s          seconds until a stream to a client that reads nothing is closed
     deadline_s      seconds per answer; None for no limit
+    image_urls      whether images are fetched from http(s) URLs
     """
 
-    body_nbytes: int = 8 << 20
+    body_nbytes: int = 32 << 20
     messages: int = 4096
     parts: int = 1024
     prompts: int = 64
@@ -40,6 +41,7 @@ class Limits:
     file_nbytes: int = 200 << 20
     idle_s: float = 60.0
     deadline_s: float | None = None
+    image_urls: bool = False
 
     def check(self, conversation: Conversation) -> None:
         """Refuse a conversation that exceeds a limit."""

@@ -46,6 +46,7 @@ class Listing:
     aliases           other names
     adapters          names of its adapters
     fills_middle      whether it can fill in the middle
+    takes_images      whether messages may have images
     """
 
     name: str
@@ -59,6 +60,7 @@ class Listing:
     loaded: Loaded | None = None
     aliases: tuple[str, ...] = ()
     fills_middle: bool = False
+    takes_images: bool = False
     adapters: tuple[str, ...] = ()
 
     @classmethod
@@ -76,5 +78,6 @@ class Listing:
             Loaded(facts.kv, facts.device, facts.vocab),
             aliases,
             tokenizer is not None and find_fill_tokens(tokenizer) is not None,
+            facts.images is not None,
             facts.adapters,
         )

@@ -15,6 +15,7 @@ from auraflux.engine.sampling import DefaultSampling, Sampling
 from auraflux.errors import ContextError, InputError, RankError, TemplateError
 from auraflux.serve.chat.conversation import Conversation, Format, partial_reply, system_message_variants
 from auraflux.serve.chat.deltas import Finish
+from auraflux.serve.chat.images import prepare_images
 from auraflux.serve.chat.output import ChatOutput, OutputParser, PlainTextParser
 from auraflux.serve.chat.structured_output import grammar_for, grammar_of
 from auraflux.serve.failures import Failure, check_finish, not_ready
@@ -27,6 +28,9 @@ from auraflux.serve.parse import Syntax, find_syntax
 from auraflux.serve.transport.link import Link, ModelFacts
 from auraflux.serve.transport.model_names import adapter_of, is_model
 from auraflux.tokenizer.tokenizer import Tokenizer
+from auraflux.vision.messages import take_images
+from auraflux.vision.processor import place_images
+from auraflux.vision.span import ImageSpan, PreparedImage
 from auraflux.weights.formats.embedding import Embedding
 from auraflux.weights.parallel.expert_placement import PlacementResult
 
@@ -161,7 +165,7 @@ class Service:
         """Start `conversation.count` answers to a conversation."""
         self.check_ready()
         self.limits.check(conversation)
-        tokens, tail, grammar, thinking = await asyncio.to_thread(self._prepare, conversation)
+        tokens, images, tail, grammar, thinking = await asyncio.to_thread(self._prepare, conversation)
         syntax = self.syntax
         stop_token_ids = self.facts.eos_token_ids | self.tokenizer.end_of_turn_ids
         request = Request(
@@ -171,6 +175,7 @@ class Service:
             visible_special_tokens=frozenset(self._ids(syntax.visible_tokens)),
             stop_token_ids=stop_token_ids - frozenset(self._ids(syntax.non_stop_tokens)),
             thinking=thinking,
+            images=images,
         )
         tools, resumed = _offered(conversation), conversation.continue_final_message
         parallel = conversation.parallel_tool_calls
@@ -285,16 +290,28 @@ class Service:
         self.limits.check(conversation)
 
         def encode() -> list[int]:
-            return self.tokenizer.encode(self._render(conversation, add_generation_prompt), special=False)
+            images = self._images(conversation)
+            return self._encode(self._render(conversation, add_generation_prompt), images)[0]
 
         return await asyncio.to_thread(encode)
 
-    def _prepare(self, conversation: Conversation) -> tuple[tuple[int, ...], str, str | None, ThinkingBudget | None]:
-        """Return the prompt's tokens, its end before the answer, the answer's grammar and thinking budget.
+    def _images(self, conversation: Conversation) -> list[PreparedImage]:
+        """Decode the images of a conversation; refuse them if the model takes none."""
+        return prepare_images(take_images(conversation.messages)[1], self.facts, self.limits.image_urls)
+
+    def _encode(self, text: str, images: list[PreparedImage]) -> tuple[list[int], tuple[ImageSpan, ...]]:
+        """Return the tokens of a rendered conversation, and its images among them."""
+        ids, processor = self.tokenizer.encode(text, special=False), self.facts.images
+        return place_images(ids, images, processor) if images and processor is not None else (ids, ())
+
+    def _prepare(
+        self, conversation: Conversation
+    ) -> tuple[tuple[int, ...], tuple[ImageSpan, ...], str, str | None, ThinkingBudget | None]:
+        """Return the prompt's tokens and images, its end before the answer, the answer's grammar and thinking budget.
 
         Runs in a worker thread.
         """
-        begun = ""
+        begun, pictures = "", self._images(conversation)
         if conversation.continue_final_message:
             reasoning, content = partial_reply(conversation)
             begun = content or reasoning
@@ -307,7 +324,8 @@ class Service:
         tail = text[-TAIL:]
         grammar = grammar_for(conversation, self.syntax, tail, self.tokenizer)
         thinking = self._thinking_budget(conversation, tail)
-        return tuple(self.tokenizer.encode(text + begun, special=False)), tail, grammar, thinking
+        ids, images = self._encode(text + begun, pictures)
+        return tuple(ids), images, tail, grammar, thinking
 
     def _thinking_budget(self, conversation: Conversation, tail: str) -> ThinkingBudget | None:
         """Return the limit of reasoning that a request sets, by tokens or, for a template without efforts, by its effort."""
@@ -324,7 +342,7 @@ class Service:
                 raise InputError(f"chat_template_kwargs must not contain {name!r}: the server sets it.")
         tools, kwargs = _offered(conversation), conversation.template_kwargs
         first: TemplateError | None = None
-        for messages in system_message_variants(conversation.messages):
+        for messages in system_message_variants(take_images(conversation.messages)[0]):
             try:
                 return self.tokenizer.apply_template(messages, add_generation_prompt, **kwargs, tools=tools)
             except TemplateError as err:

@@ -88,6 +88,24 @@ def _tree(rng: random.Random, depth: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/node", "$defs": {"node": node}}
 
 
+def short_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    """Return a random schema whose texts are all short, so that also a random model ends them."""
+    kind = rng.choice(["string", "integer", "boolean", "enum"] if depth > 1 else ["object", "object", "array"])
+    if kind == "string":
+        return {"type": "string", "maxLength": rng.randint(1, 6)}
+    if kind == "integer":
+        return {"type": "integer", "minimum": rng.randint(-99, 0), "maximum": rng.randint(1, 999)}
+    if kind == "boolean":
+        return {"type": "boolean"}
+    if kind == "enum":
+        return {"enum": [*rng.sample(WORDS, 2), 1, None]}
+    if kind == "array":
+        return {"type": "array", "items": short_schema(rng, depth + 1), "maxItems": 2}
+    names = rng.sample(WORDS, rng.randint(1, 3))
+    properties = {name: short_schema(rng, depth + 1) for name in names}
+    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+
+
 class Walker:
     """Generator of random text under a grammar."""
 

@@ -1,12 +1,16 @@
 """Thinking budgets through every API, with a model that never stops thinking by itself."""
 
+import json
+import random
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
+import jsonschema
 import openai
 import pytest
 from starlette.testclient import TestClient
@@ -15,6 +19,7 @@ from auraflux.serve.app import make_app
 from auraflux.serve.service import Service
 from tests.engine.tiny import tiny
 from tests.serve.fake_link import NAME, FakeLink
+from tests.serve.schemas import short_schema
 from tests.serve.server import NAME as TINY
 from tests.serve.server import Served, running
 from tests.tokenizer.toy_tokenizers import CHATML, byte_level, folder
@@ -65,6 +70,53 @@ def test_reasoning_ends_at_the_budget_and_the_answer_follows(served: Served):
             model=TINY, messages=HELLO, max_tokens=100, temperature=1, seed=1, extra_body={"ignore_eos": True}
         )
         assert without.choices[0].message.content == ""
+
+
+@pytest.mark.slow
+def test_200_runs_stay_within_the_budget(served: Served):
+    closing = reasoning_tokens(served, "\n</think>\n\n")
+
+    def ends(seed: int) -> int:
+        """Return the number of tokens up to the end of the reasoning."""
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+            body = {"max_thinking_tokens": BUDGET, "ignore_eos": True}
+            answer = client.chat.completions.create(
+                model=TINY, messages=HELLO, max_tokens=90, seed=seed, temperature=1 + seed % 3, logprobs=True, extra_body=body
+            )
+        assert answer.usage.completion_tokens == 90
+        tokens = [each.token for each in answer.choices[0].logprobs.content]
+        return next(count for count in range(91) if "</think>" in "".join(tokens[:count]))
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(ends, range(200)))
+    print(f"200 runs: reasoning and its end take {min(found)} to {max(found)} tokens; {BUDGET} + {closing} are allowed")
+    assert max(found) <= BUDGET + closing
+
+
+@pytest.mark.slow
+def test_1000_structured_answers_after_reasoning_are_valid(served: Served):
+    rng = random.Random(49)
+    schemas = [short_schema(rng) for _ in range(1000)]
+    encode = served.model.tokenizer.encode
+    # a random model hardly ends a text, or the white space that JSON allows
+    closing = {encode(text, special=False)[0]: 12 for text in ('"', "}", "]")}
+    bias = {str(token): value for token, value in {**closing, encode(" ", special=False)[0]: -8}.items()}
+
+    def valid(number: int) -> bool:
+        """Return whether the answer to a request follows its schema; its reasoning must be there."""
+        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schemas[number], "strict": True}}
+        body = {"messages": HELLO, "max_thinking_tokens": 1 + number % 24, "response_format": wanted, "seed": number}
+        body |= {"temperature": 1, "max_tokens": 400, "logit_bias": bias}
+        answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=300).json()["choices"][0]
+        assert answer["finish_reason"] == "stop", answer
+        assert answer["message"]["reasoning_content"], answer
+        jsonschema.validate(json.loads(answer["message"]["content"]), schemas[number])
+        return True
+
+    with ThreadPoolExecutor(4) as threads:
+        count = sum(threads.map(valid, range(1000)))
+    print(f"{count} of 1,000 answers are valid")
+    assert count == 1000
 
 
 def test_structured_output_with_a_budget(served: Served):

@@ -84,6 +84,9 @@ class QuantizedLayer(AttentionLayer):
         self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, norms: tuple[Tensor, Tensor] | None, eps: float
     ) -> Tensor:
         """Normalise and rotate queries and keys, encode and store keys and values; return the queries [T, Hq, D]."""
+        if batch.positions.dim() == 2:
+            # the fused op takes one position per token
+            return super().rope_append(batch, q, k, v, rotation, norms, eps)
         rotating = rotation.frequencies, batch.positions, norms, eps, rotation.mscale, rotation.interleaved
         return rope_append_codes(q, k, v, batch.view(self), batch.starts, *rotating)
 

@@ -31,6 +31,12 @@ def scattered(tokens: int) -> Args:
     return {**args, "positions": torch.randint(0, 1 << 20, (tokens,))}
 
 
+def per_frequency(args: Args, kind=torch.int32) -> Args:
+    """Give each frequency of a token its own position."""
+    shape = len(args["positions"]), len(args["inv_freq"])
+    return {**args, "positions": torch.randint(0, 1 << 16, shape, dtype=kind)}
+
+
 def both(tokens: int, q_heads: int, k_heads: int, width: int, rotated: int | None = None, *, normed=True, **options) -> Args:
     args = heads(tokens, q_heads, width, rotated, **options)
     q = args.pop("x")
@@ -59,6 +65,8 @@ CASES = [
     Case(rope, "interleaved-partial", lambda: {**heads(3, 5, 63, 30), "interleaved": True}),
     Case(rope, "yarn", lambda: yarn(3, 100_000, False)),
     Case(rope, "yarn-interleaved", lambda: yarn(3, 100_000, True)),
+    Case(rope, "per-frequency", lambda: per_frequency(heads(7, 3, 100, 66))),
+    Case(rope, "per-frequency-int64", lambda: per_frequency({**heads(2, 5, 64), "interleaved": True}, torch.int64)),
     Case(rope, "bf16", lambda: heads(3, 4, 64, dtype=BF16), tol=4e-3),
     Case(grow_queries, "one-token", lambda: growing(1, 32, 128, 8192, start=100_000), bench=True),
     Case(grow_queries, "many-tokens", lambda: growing(128, 32, 128, 16, start=3), bench=True),
@@ -74,5 +82,6 @@ CASES = [
     Case(norm_rope, "odd-width", lambda: both(7, 5, 3, 63, 42)),
     Case(norm_rope, "interleaved", lambda: {**both(5, 3, 1, 64), "interleaved": True}),
     Case(norm_rope, "no-tokens", lambda: both(0, 4, 2, 64)),
+    Case(norm_rope, "per-frequency", lambda: per_frequency(both(5, 4, 2, 64, 16))),
     Case(norm_rope, "bf16", lambda: both(3, 8, 2, 128, dtype=BF16), tol=4e-3),
 ]

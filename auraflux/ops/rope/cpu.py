@@ -64,12 +64,14 @@ def _position(positions, long, token):
 
 @Kernel
 def _tokens(args, job, jobs):
-    x_at, positions, long, inv_freq_at, interleaved, out_at, tokens, heads, width, half, mscale = arguments(args, 11)
+    x_at, positions, long, each, inv_freq_at, interleaved, out_at, tokens, heads, width, half, mscale = arguments(args, 12)
     inv_freq, size = floats(inv_freq_at, half), real(mscale)
     cosine, sine = np.empty(half, np.float32), np.empty(half, np.float32)
     for token in share(tokens, job, jobs):
-        where = np.float32(_position(positions, long, token))
+        where = np.float32(_position(positions, long, token * half if each else token))
         for i in range(half):
+            if each:
+                where = np.float32(_position(positions, long, token * half + i))
             c, s = _cos_sin(where * inv_freq[i])
             cosine[i], sine[i] = c * size, s * size
         for head in range(token * heads, (token + 1) * heads):
@@ -86,7 +88,8 @@ def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, in
     wide = as_float(x)
     out = torch.empty_like(wide)
     jobs = threads() if x.numel() >= PARALLEL_FROM else 1
-    read = wide.data_ptr(), positions.data_ptr(), positions.dtype is torch.int64, inv_freq.data_ptr(), interleaved
+    places = positions.data_ptr(), positions.dtype is torch.int64, positions.dim() == 2
+    read = wide.data_ptr(), *places, inv_freq.data_ptr(), interleaved
     _tokens(jobs, *read, out.data_ptr(), *x.shape, inv_freq.shape[0], float(mscale))
     return like(out, x)
 

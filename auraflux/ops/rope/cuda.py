@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from auraflux.ops._dispatch import Declined
 from auraflux.ops.gpu.blocks.rope import rotate_heads
 from auraflux.ops.gpu.device import ready
 from auraflux.ops.gpu.launch import launch
@@ -72,6 +73,7 @@ def _rotate_both(
 
 
 def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False) -> Tensor:
+    _one_position(positions)
     ready(x)
     out = torch.empty_like(x)
     (tokens, heads, width), half = x.shape, inv_freq.shape[0]
@@ -112,6 +114,7 @@ def norm_rope(
     mscale: float = 1.0,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    _one_position(positions)
     ready(q)
     q_out, k_out = q.new_empty(q.shape), torch.empty_like(k)
     (tokens, q_heads, width), k_heads, half = q.shape, k.shape[1], inv_freq.shape[0]
@@ -124,6 +127,11 @@ def norm_rope(
         constants = interleaved, block, *_blocks(width, half)
         launch(_rotate_both, (tokens, q_blocks + k_blocks))(tensors, shape, *constants, num_warps=2)
     return q_out, k_out
+
+
+def _one_position(positions: Tensor) -> None:
+    if positions.dim() == 2:
+        raise Declined("each frequency has its own position (multimodal RoPE)")
 
 
 def _blocks(width: int, half: int) -> tuple[int, int]:

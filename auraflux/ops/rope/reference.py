@@ -11,13 +11,15 @@ from auraflux.ops.norm.reference import check_eps, rms_norm
 def _check_rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False) -> None:
     check_dense(x=x, inv_freq=inv_freq, positions=positions)
     check_shape("x", x, None, None, None)
-    check_rope(x, inv_freq, positions)
+    check_rope(x, inv_freq, positions, per_frequency=True)
 
 
-def check_rope(x: Tensor, inv_freq: Tensor, positions: Tensor) -> None:
+def check_rope(x: Tensor, inv_freq: Tensor, positions: Tensor, per_frequency: bool = False) -> None:
+    """Check the arguments of a rotation; `per_frequency` if a token may have a position for each frequency."""
     check_floating(x=x)
     check_shape("inv_freq", inv_freq, None)
-    check_shape("positions", positions, x.shape[0])
+    each = inv_freq.shape if per_frequency and positions.dim() == 2 else ()
+    check_shape("positions", positions, x.shape[0], *each)
     check_dtype("inv_freq", inv_freq, torch.float32)
     check_dtype("positions", positions, torch.int32, torch.int64)
     if 2 * inv_freq.shape[0] > x.shape[2]:
@@ -30,14 +32,15 @@ def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, in
 
     x           [T, H, D]
     inv_freq    [R/2]      float32, radians per position; R <= D, the channels after R stay
-    positions   [T]        int32 or int64
+    positions   [T]        int32 or int64; [T, R/2] for multimodal RoPE, where each frequency has its own
     mscale                 multiplies cosine and sine
     interleaved            pairs are (2i, 2i + 1); otherwise (i, i + R/2)
     returns     [T, H, D]  in x's dtype
     """
     half = inv_freq.shape[0]
     # the angle is rounded to float32, as checkpoints were trained; its sine and cosine are computed exactly for any size
-    angles = (positions.float()[:, None] * inv_freq).double()
+    places = positions.float()
+    angles = ((places if places.dim() == 2 else places[:, None]) * inv_freq).double()
     cosine, sine = (angles.cos().float() * mscale)[:, None], (angles.sin().float() * mscale)[:, None]
     rotated, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
     if interleaved:
@@ -86,7 +89,7 @@ def check_norm_rope(
     check_shape("q", q, None, None, None)
     check_heads("q", q)
     check_dense(k=k, inv_freq=inv_freq, positions=positions)
-    check_rope(q, inv_freq, positions)
+    check_rope(q, inv_freq, positions, per_frequency=True)
     check_eps(eps)
     check_shape("k", k, q.shape[0], None, q.shape[2])
     check_dtype("k", k, q.dtype)

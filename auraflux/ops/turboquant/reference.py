@@ -102,6 +102,7 @@ def _check_rope_append_codes(
     norms: tuple[Tensor, Tensor] | None = None, eps: float = 0.0, mscale: float = 1.0, interleaved: bool = False,
 ) -> None:  # fmt: skip
     check_norm_rope(q, k, inv_freq, positions, norms)
+    check_shape("positions", positions, q.shape[0])
     _check_append_codes(k, v, pages, starts)
 
 

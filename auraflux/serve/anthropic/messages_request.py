@@ -7,6 +7,7 @@ from auraflux.engine.sampling import DefaultSampling, Sampling
 from auraflux.errors import InputError
 from auraflux.serve.anthropic.messages_schema import CountRequest, CustomTool, InputMessage, MessagesRequest, OutputConfig
 from auraflux.serve.chat.conversation import Conversation, Format, Message, NamedTool, without_billing
+from auraflux.serve.chat.images import ImageSource, content_of, joined
 
 # templates have three levels
 EFFORTS = {"xhigh": "high", "max": "high"}
@@ -52,8 +53,7 @@ def _append(messages: list[Message], message: Message) -> None:
     if last.get("role") != role or role not in ("user", "assistant"):
         messages.append(message)
         return
-    between = "\n" if role == "user" and last["content"] and message["content"] else ""
-    last["content"] += between + message["content"]
+    last["content"] = joined(last["content"], message["content"], "\n" if role == "user" else "")
     if role == "assistant":
         for key, empty in (("tool_calls", []), ("reasoning_content", "")):
             if key in message:
@@ -63,9 +63,9 @@ def _append(messages: list[Message], message: Message) -> None:
 def _user_message(source: InputMessage, where: str, names: dict[str, str]) -> list[Message]:
     blocks = _blocks(source.content, where)
     results = [_result(block, at, names) for block, at in blocks if block["type"] == "tool_result"]
-    text = [block for block, _ in blocks if block["type"] != "tool_result"]
-    if text or not results:
-        results.append({"role": "user", "content": _text(text, where)})
+    others = [(block, at) for block, at in blocks if block["type"] != "tool_result"]
+    if others or not results:
+        results.append({"role": "user", "content": content_of([_part(*each) for each in others])})
     return results
 
 
@@ -112,11 +112,28 @@ def _result(block: Message, at: str, names: dict[str, str]) -> Message:
     content = block.get("content")
     if content is not None and not isinstance(content, str | list):
         raise InputError(f"{at}.content is {_described(content)}; it must be a string or a list of blocks.")
-    text = _text(content or "", f"{at}.content")
+    parts = [_part(*each) for each in _blocks(content or "", f"{at}.content")]
     if call not in names:
         raise InputError(f"{at} is the result of tool_use {call[:80]!r}, but no earlier message has that tool_use.")
-    text = f"Error: {text}" if block.get("is_error") is True else text
-    return {"role": "tool", "tool_call_id": call, "name": names[call], "content": text}
+    made = content_of(parts)
+    if block.get("is_error") is True:
+        made = joined("Error: ", made, "")
+    return {"role": "tool", "tool_call_id": call, "name": names[call], "content": made}
+
+
+def _part(block: Message, at: str) -> str | ImageSource:
+    """Return a block of a user's message or of a tool's result."""
+    if block["type"] != "image":
+        return _text_of(block, at)
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if not isinstance(source, dict) or kind not in ("base64", "url"):
+        raise InputError(f"{at}.source is of type {kind!r}; base64 and url are supported.")
+    if kind == "url":
+        return ImageSource.of_url(source.get("url"), at)
+    if not str(source.get("media_type", "image/")).startswith("image/"):
+        raise InputError(f"{at}.source.media_type is {source['media_type']!r:.80}; it must be an image's.")
+    return ImageSource(at, _string(source, "data", f"{at}.source"))
 
 
 def _blocks(content: str | list[Any], where: str) -> list[tuple[Message, str]]:
@@ -133,12 +150,13 @@ def _blocks(content: str | list[Any], where: str) -> list[tuple[Message, str]]:
 
 
 def _text(content: str | list[Any], where: str) -> str:
-    parts = []
-    for block, at in _blocks(content, where):
-        if block["type"] != "text":
-            raise InputError(f"{at} is of type {block['type']!r}; this model takes text only.")
-        parts.append(_string(block, "text", at))
-    return "\n".join(parts)
+    return "\n".join(_text_of(block, at) for block, at in _blocks(content, where))
+
+
+def _text_of(block: Message, at: str) -> str:
+    if block["type"] != "text":
+        raise InputError(f"{at} is of type {block['type']!r}; text is supported here, and images in messages of users.")
+    return _string(block, "text", at)
 
 
 def _string(block: Message, key: str, at: str) -> str:

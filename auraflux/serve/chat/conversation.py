@@ -35,7 +35,8 @@ class Conversation:
     """Messages to answer, and the settings of the answer.
 
     messages                as chat templates take them: {"role", "content", optionally "tool_calls", "tool_call_id", "name",
-                            "reasoning_content"}; content is a string; roles are system, user, assistant and tool
+                            "reasoning_content"}; content is a string, or a user's or a tool's parts, some of them
+                            {"type": "image", "image": ImageSource}; roles are system, user, assistant and tool
     tools                   in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}
     tool_choice             "auto", "none", "required" or NamedTool
     parallel_tool_calls     whether one answer may hold several calls
@@ -78,7 +79,9 @@ def system_message_variants(messages: list[Message]) -> Iterator[list[Message]]:
     if merged != messages:
         yield merged
     if rest and rest[0]["role"] == "user":
-        yield [{**rest[0], "content": f"{system}\n\n{rest[0]['content']}"}, *rest[1:]]
+        content = rest[0]["content"]
+        both = f"{system}\n\n{content}" if isinstance(content, str) else [{"type": "text", "text": system}, *content]
+        yield [{**rest[0], "content": both}, *rest[1:]]
 
 
 def partial_reply(conversation: Conversation) -> tuple[str, str]:

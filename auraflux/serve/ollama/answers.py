@@ -46,7 +46,7 @@ def routes(services: Services) -> list[Operation]:
     async def generate(request: Request) -> Response:
         body = await read_body(request, GenerateRequest, services.limits)
         check_generate(body)
-        if not body.prompt and not body.suffix:
+        if not (body.prompt or body.suffix or body.images):
             return await _load(services, request, body, generate_fields)
         service = await services.select(request, body.model, body.keep_alive)
         output = await _generate(service, body, caller(request))

@@ -22,13 +22,14 @@ def chat_request(service: Service, body: ChatRequest) -> openai.ChatCompletionRe
 def prompt_request(service: Service, body: GenerateRequest) -> openai.ChatCompletionRequest:
     """Convert a generate request whose prompt is a user's message."""
     messages = [openai.Message(role="system", content=body.system)] if body.system else []
-    return _with_messages(service, body, [*messages, openai.Message(role="user", content=body.prompt)])
+    content = _content(body.prompt, body.images, "the prompt")
+    return _with_messages(service, body, [*messages, openai.Message(role="user", content=content)])
 
 
 def check_generate(body: GenerateRequest) -> None:
     """Refuse the fields of a generate request that change its meaning and are not supported."""
-    if body.images:
-        raise InputError("images are not supported: this model takes text only.")
+    if body.images and (body.raw or body.suffix):
+        raise InputError("images cannot be combined with raw or suffix: the chat template places them.")
     if body.template:
         raise InputError("template is not supported: give a complete prompt with raw: true instead.")
     if body.context:
@@ -46,6 +47,8 @@ def capabilities(model: Listing) -> list[str]:
     found = ["completion", *(["insert"] if model.fills_middle else [])]
     if "tool_use" in templates or "tools" in templates.get("default", ""):
         found.append("tools")
+    if model.takes_images:
+        found.append("vision")
     if templates and (syntax.may_think or syntax.reply_channels is not None):
         found.append("thinking")
     return found
@@ -111,8 +114,6 @@ def _messages(messages: list[Message]) -> list[openai.Message]:
     converted = []
     pending: dict[str, str] = {}
     for number, message in enumerate(messages):
-        if message.images:
-            raise InputError(f"messages.{number} has images; this model takes text only.")
         calls = [
             openai.Call(
                 id=call.id or f"call_{number}_{index}",
@@ -125,7 +126,7 @@ def _messages(messages: list[Message]) -> list[openai.Message]:
         converted.append(
             openai.Message(
                 role=message.role,
-                content=message.content,
+                content=_content(message.content, message.images, f"messages.{number}"),
                 reasoning=message.thinking,
                 tool_calls=calls or None,
                 tool_call_id=_answered(message, name, pending) if message.role == "tool" else None,
@@ -133,6 +134,18 @@ def _messages(messages: list[Message]) -> list[openai.Message]:
             )
         )
     return converted
+
+
+def _content(text: str | None, images: list[Any] | None, where: str) -> str | list[openai.ContentPart] | None:
+    """Return a message's content: its images, which are base64, before its text."""
+    if not images:
+        return text
+    for number, image in enumerate(images):
+        if not isinstance(image, str) or not image:
+            raise InputError(f"{where}.images.{number} must be an image in base64.")
+    urls = [image if image.startswith("data:") else f"data:image/*;base64,{image}" for image in images]
+    parts = [openai.ContentPart(type="image_url", image_url=url) for url in urls]
+    return [*parts, *([openai.ContentPart(type="text", text=text)] if text else [])]
 
 
 def _answered(message: Message, name: str | None, pending: dict[str, str]) -> str | None:

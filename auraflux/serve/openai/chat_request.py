@@ -8,11 +8,14 @@ from auraflux.engine.sampling import DefaultSampling, Sampling
 from auraflux.errors import InputError
 from auraflux.serve.chat.conversation import Conversation, Format, NamedTool, without_billing
 from auraflux.serve.chat.conversation import Message as TemplateMessage
+from auraflux.serve.chat.images import ImageSource, content_of
 from auraflux.serve.limits import Limits, at_most
 from auraflux.serve.openai.schema import (
     Call,
     ChatCompletionRequest,
+    ContentPart,
     Grammar,
+    ImageUrl,
     Message,
     ResponseFormat,
     SamplingFields,
@@ -24,6 +27,7 @@ from auraflux.serve.openai.schema import (
 ROLES = {"developer": "system", "function": "tool"}
 # templates have three levels
 EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
+IMAGE_PARTS, IMAGE_ROLES = ("image_url", "input_image"), ("user", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -129,8 +133,10 @@ def _messages(messages: list[Message], limits: Limits) -> list[TemplateMessage]:
 
 def _message(message: Message, number: int, limits: Limits) -> TemplateMessage:
     role = ROLES.get(message.role, message.role)
-    text = _text(message, number, limits)
-    converted: TemplateMessage = {"role": role, "content": without_billing(text) if role == "system" else text}
+    content = _content(message, number, limits)
+    if role == "system" and isinstance(content, str):
+        content = without_billing(content)
+    converted: TemplateMessage = {"role": role, "content": content}
     if message.tool_calls:
         converted["tool_calls"] = [_call(call) for call in message.tool_calls]
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
@@ -140,16 +146,21 @@ def _message(message: Message, number: int, limits: Limits) -> TemplateMessage:
     return converted
 
 
-def _text(message: Message, number: int, limits: Limits) -> str:
+def _content(message: Message, number: int, limits: Limits) -> str | list[dict[str, Any]]:
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
     at_most(f"the parts of messages.{number}", len(message.content), limits.parts)
-    parts = []
-    for part in message.content:
-        if part.type not in TEXT_PARTS and part.type != "refusal":
-            raise InputError(f"messages.{number} has a part of type {part.type!r}; this model takes text only.")
-        parts.append((part.refusal if part.type == "refusal" else part.text) or "")
-    return "\n".join(parts)
+    return content_of([_part(part, message.role, f"messages.{number}.content.{at}") for at, part in enumerate(message.content)])
+
+
+def _part(part: ContentPart, role: str, where: str) -> str | ImageSource:
+    if part.type in IMAGE_PARTS and role in IMAGE_ROLES:
+        return ImageSource.of_url(part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url, where)
+    if part.type not in TEXT_PARTS and part.type != "refusal":
+        raise InputError(
+            f"{where} is of type {part.type!r} in a message of the {role}; text and images of users are supported."
+        )
+    return (part.refusal if part.type == "refusal" else part.text) or ""
 
 
 def _call(call: Call) -> dict[str, Any]:

@@ -125,6 +125,7 @@ def _model(model: Listing, created: int) -> dict[str, Any]:
         "max_model_len": model.context,
         "vocab_size": None if loaded is None else loaded.vocab,
         "model_type": model.model_type,
+        "input_modalities": ["text", *(["image"] if model.takes_images else [])],
         "kv": None if loaded is None else loaded.kv,
         "device": None if loaded is None else loaded.device,
         "default_sampling": None if sampling is None else asdict(sampling),

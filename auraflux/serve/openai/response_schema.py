@@ -125,6 +125,7 @@ class ServedModel(BaseModel):
     max_model_len: int | None = Field(description="Most tokens of prompt and answer together; null if not known yet.")
     vocab_size: int | None
     model_type: str
+    input_modalities: list[str] = Field(description="text, and image where messages may have images.")
     kv: str | None = Field(description="Format of the KV cache; this and what follows is null before the model is loaded.")
     device: str | None
     default_sampling: DefaultSampling | None

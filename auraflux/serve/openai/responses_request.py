@@ -7,10 +7,12 @@ from typing import Any
 from auraflux.engine.sampling import DefaultSampling, Sampling
 from auraflux.errors import InputError
 from auraflux.serve.chat.conversation import Conversation, Format, Message, NamedTool, without_billing
+from auraflux.serve.chat.images import ImageSource, content_of
 from auraflux.serve.openai.responses_schema import Effort, ResponsesRequest, Text, TextFormat
 
 LOGPROBS = "message.output_text.logprobs"
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+IMAGE_PARTS = frozenset({"input_image", "image_url"})
 TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 
 
@@ -96,6 +98,9 @@ class _ItemConverter:
         role = item.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise InputError(f"{at}.role is {role!r}; it must be one of {', '.join(ROLES)}.")
+        if role == "user":
+            self._messages.append({"role": "user", "content": _content(item.get("content"), f"{at}.content")})
+            return
         text = _text(item.get("content"), f"{at}.content")
         if role != "assistant":
             self._messages.append({"role": ROLES[role], "content": text})
@@ -139,10 +144,10 @@ class _ItemConverter:
         call = item.get("call_id", item.get("id"))
         if not isinstance(call, str):
             raise InputError(f"{at}.call_id must be a string.")
-        text = _text(item.get("output"), f"{at}.output")
+        content = _content(item.get("output"), f"{at}.output")
         if call not in self._names:
             raise InputError(f"{at} is the output of call {call[:80]!r}, but no earlier item has that call.")
-        self._messages.append({"role": "tool", "tool_call_id": call, "name": self._names[call], "content": text})
+        self._messages.append({"role": "tool", "tool_call_id": call, "name": self._names[call], "content": content})
 
     def _assistant(self, fresh: bool) -> Message:
         """Return the assistant message that an item belongs to; with `fresh`, one without text and calls."""
@@ -154,19 +159,42 @@ class _ItemConverter:
 
 
 def _text(content: Any, at: str) -> str:
+    return "\n".join(_text_part(part, where) for part, where in _parts(content, at))
+
+
+def _content(content: Any, at: str) -> str | list[Message]:
+    """Return the content of a user's message or of a tool's output, which may have images."""
     if isinstance(content, str):
         return content
+    return content_of([_part(part, where) for part, where in _parts(content, at)])
+
+
+def _part(part: dict[str, Any], at: str) -> str | ImageSource:
+    if part["type"] not in IMAGE_PARTS:
+        return _text_part(part, at)
+    if part.get("image_url") is None:
+        raise InputError(f"{at} has no image_url: this server stores no files, so send the image itself as a data URL.")
+    url = part["image_url"]
+    return ImageSource.of_url(url.get("url") if isinstance(url, dict) else url, at)
+
+
+def _parts(content: Any, at: str) -> list[tuple[dict[str, Any], str]]:
+    """Return the parts of a content with their places; a string is one part."""
+    if isinstance(content, str):
+        return [({"type": "text", "text": content}, at)]
     if not isinstance(content, list):
         raise InputError(f"{at} must be a string or a list of parts.")
-    parts = []
     for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str):
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
             raise InputError(f"{at}.{number} must be an object with a type.")
-        if kind not in TEXT_PARTS and kind != "refusal":
-            raise InputError(f"{at}.{number} is of type {kind!r}; this model takes text only.")
-        parts.append(_string(part, "refusal" if kind == "refusal" else "text", f"{at}.{number}"))
-    return "\n".join(parts)
+    return [(part, f"{at}.{number}") for number, part in enumerate(content)]
+
+
+def _text_part(part: dict[str, Any], at: str) -> str:
+    kind = part["type"]
+    if kind not in TEXT_PARTS and kind != "refusal":
+        raise InputError(f"{at} is of type {kind!r}, which is not supported here: use text, or images in messages of users.")
+    return _string(part, "refusal" if kind == "refusal" else "text", at)
 
 
 def _string(item: Message, key: str, at: str) -> str:

@@ -16,12 +16,19 @@ class ApiModel(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
+class ImageUrl(ApiModel):
+    """An image: a data URL, or an http(s) URL where the server fetches those."""
+
+    url: str
+
+
 class ContentPart(ApiModel):
-    """A part of a message; only text parts are supported."""
+    """A part of a message: text, or an image of a user or a tool."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class CalledFunction(ApiModel):

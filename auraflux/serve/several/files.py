@@ -12,6 +12,7 @@ from auraflux.serve.fill_in_middle import find_fill_tokens
 from auraflux.serve.listing import Listing
 from auraflux.serve.several.catalog import Entry
 from auraflux.tokenizer.tokenizer import Tokenizer
+from auraflux.vision.families import takes_images
 from auraflux.weights.download.local_models import find_downloaded
 from auraflux.weights.download.pull import find_local
 from auraflux.weights.formats.checkpoint import open_checkpoint
@@ -41,6 +42,7 @@ def describe_files(entry: Entry) -> Listing:
             embedding=read_embedding(path),
             templates=None if tokenizer is None else tokenizer.templates,
             fills_middle=tokenizer is not None and find_fill_tokens(tokenizer) is not None,
+            takes_images=takes_images(checkpoint),
             default_sampling=default_sampling(checkpoint, {}),
         )
     except (AurafluxError, OSError) as err:

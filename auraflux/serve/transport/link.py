@@ -8,6 +8,7 @@ from typing import Protocol
 from auraflux.engine.request import Output, Request
 from auraflux.engine.sampling import DefaultSampling
 from auraflux.tokenizer.tokenizer import Tokenizer
+from auraflux.vision.processor import ImageProcessor
 from auraflux.weights.formats.embedding import Embedding
 from auraflux.weights.formats.headers import Headers
 from auraflux.weights.parallel.expert_placement import PlacementResult
@@ -29,6 +30,8 @@ class ModelFacts:
     headers        facts of its files; None for a model without any
     path           of its files; clients never see it
     embedding      how it embeds inputs; None for a model whose files do not say
+    images         how it takes images; None for a model that takes text only
+    no_images      why it takes no images
     adapters       names of its adapters
     """
 
@@ -44,6 +47,8 @@ class ModelFacts:
     headers: Headers | None = None
     path: Path | None = None
     embedding: Embedding | None = None
+    images: ImageProcessor | None = None
+    no_images: str = ""
     adapters: tuple[str, ...] = ()
 
 

@@ -55,6 +55,8 @@ def facts_of(model: LanguageModel, name: str | None = None) -> ModelFacts:
         headers=_facts(read_headers, model.path),
         path=model.path,
         embedding=_facts(read_embedding, model.path),
+        images=None if model.vision is None else model.vision.processor,
+        no_images=model.no_images,
         adapters=() if model.engine.adapters is None else tuple(model.engine.adapters.names),
     )
 

@@ -340,7 +340,7 @@ def test_logprobs():
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "the URL 'x'"),
         (
             {"messages": [{"role": "tool", "tool_call_id": "c", "content": "x"}]},
             "messages.0 is the result of tool call 'c', but no",

@@ -188,3 +188,24 @@ def test_structured_output_stays_valid(name: str):
         _, content = parsed(syntax, tail, text)
         assert content.strip() in ("yes", "no"), text
         assert matcher._spent <= 9
+
+
+def test_a_budget_that_ends_within_a_character():
+    """A grammar allows nothing but the rest of the character, then the reasoning is closed."""
+    syntax = replace(next(each for each in SYNTAXES if each.name == "hermes"), may_think=True)
+    tokenizer = tokenizer_of(syntax, True)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (2,))
+    tail = f"assistant\n{opening_of(syntax)}"
+    grammar = grammar_for(Conversation([], format=Format("regex", "(yes|no)")), syntax, tail, tokenizer)
+    assert grammar is not None
+    for character in ("Ú", "深", "🙂"):
+        units = [token for token in range(tokenizer.vocab_size) if len(tokenizer.piece(token)) == 1]
+        byte_tokens = [next(token for token in units if tokenizer.piece(token)[0] == byte) for byte in character.encode()]
+        for spent in range(1, len(byte_tokens)):
+            limit = syntax.thinking_budget(spent, tail, lambda text: tokenizer.encode(text, special=False))
+            assert limit is not None
+            matcher = ThinkingMatcher(limit, tokenizer.piece, tokenizer.vocab_size, compiler.matcher(grammar, frozenset({2})))
+            for token in byte_tokens:
+                assert int(matcher.mask()[token // 32]) >> token % 32 & 1
+                matcher.take(token)
+            assert _forced(matcher)[: len(limit.tags[0].close_ids)] == list(limit.tags[0].close_ids)

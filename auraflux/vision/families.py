@@ -1,0 +1,83 @@
+"""The families with vision towers, and `open_vision`, which loads the tower of a checkpoint."""
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from auraflux.errors import FormatError
+from auraflux.models.config import Keys
+from auraflux.vision import qwen
+from auraflux.vision.encoder import ImageEncoder
+from auraflux.vision.processor import ImageProcessor
+from auraflux.vision.prompt_images import PromptImages
+from auraflux.vision.settings import ImageSettings
+from auraflux.vision.span import ImageSpan
+from auraflux.vision.tower import Loader
+from auraflux.weights.fields import Fields
+from auraflux.weights.formats.stored import Checkpoint
+from auraflux.weights.formats.untrusted import OBJECT
+from auraflux.weights.loader import Weights
+
+FAMILIES: dict[str, ModuleType] = {"qwen3_5": qwen, "qwen3_5_moe": qwen}
+CPU_PIXELS = 1 << 20  # of an image on a CPU, where a tower takes about a second per 100,000
+
+
+@dataclass(frozen=True, eq=False)
+class Vision:
+    """The images of a model.
+
+    axes  see `PromptImages`
+    """
+
+    processor: ImageProcessor
+    encoder: ImageEncoder
+    axes: np.ndarray | None
+
+    def prompt_images(self, length: int, spans: tuple[ImageSpan, ...]) -> PromptImages:
+        """Return the images of a prompt of so many tokens."""
+        return PromptImages(length, spans, self.axes)
+
+
+@dataclass(frozen=True)
+class NoVision:
+    """A model that takes no images, and the reason."""
+
+    reason: str
+
+
+def takes_images(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint has a tower that is supported."""
+    return _family(checkpoint) is not None
+
+
+def open_vision(checkpoint: Checkpoint, config: Any, device: torch.device, dtype: torch.dtype) -> Vision | NoVision:
+    """Load a checkpoint's tower; a tower that is not supported does not keep its model from running without images.
+
+    config  of the language model
+    """
+    if (family := _family(checkpoint)) is None:
+        return NoVision("it has no vision tower that is supported")
+    keys = Keys(checkpoint.config)
+    vision = keys.section("vision_config")
+    try:
+        processor = family.processor(keys, vision, ImageSettings.read(checkpoint.path))
+        sizes = family.TowerConfig.read(vision, config.hidden)
+        weights = Weights(checkpoint, family.rename, dtype=dtype, device=device)
+        tower = family.Tower(Loader(weights), sizes, processor)
+        weights.check_loaded()
+    except FormatError as err:
+        return NoVision(f"its vision tower cannot be loaded: {err}")
+    if device.type == "cpu":
+        processor = processor.limited(CPU_PIXELS)
+    return Vision(processor, ImageEncoder(tower), family.position_axes(keys, config))
+
+
+def _family(checkpoint: Checkpoint) -> ModuleType | None:
+    kind = checkpoint.config.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None or not Fields("config.json", checkpoint.config).get("vision_config", OBJECT, None):
+        return None
+    return family if any(map(family.rename, checkpoint.sizes())) else None
