@@ -64,10 +64,10 @@ def fit(quantization: Quantization, mixture: Mixture | None, machine: Resources,
     cached = min(1.0, (fast - dense) / experts)
     if cached < 0:
         return Fit(quantization, None, reason="even the weights outside of the experts do not fit")
-    beside = min(1.0 - cached, second / experts)
-    left = 1.0 - cached - beside
+    hosted = min(1.0 - cached, second / experts)
+    left = 1.0 - cached - hosted
     rate = machine.gpu_rate if first else machine.memory_rate
-    terms = [(dense + chosen * cached, rate), (chosen * beside, machine.memory_rate), (chosen * left, machine.disk_rate)]
+    terms = [(dense + chosen * cached, rate), (chosen * hosted, machine.memory_rate), (chosen * left, machine.disk_rate)]
     place = DISK if left > 0 else BOTH if first else MEMORY
     return Fit(quantization, place, _rate(terms))
 
