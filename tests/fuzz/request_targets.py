@@ -82,6 +82,9 @@ BODIES: dict[str, dict[str, Any]] = {
         "top_logprobs": 2,
         "parallel_tool_calls": True,
         "reasoning_effort": "low",
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "max_thinking_tokens": 5,
+        "continue_final_message": False,
         "chat_template_kwargs": {"enable_thinking": False},
     },
     "/v1/completions": {
@@ -174,6 +177,8 @@ BODIES |= {
         **dict.fromkeys(("prompt", "system"), "x"),
         **dict.fromkeys(("template", "context", "images")),
         "suffix": "x",
+        "logprobs": True,
+        "top_logprobs": 2,
         **dict.fromkeys(("raw", "stream"), True),
     },
     "/v1/embeddings": {

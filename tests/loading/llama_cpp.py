@@ -1,15 +1,17 @@
 """llama.cpp on the same GGUF file, as an oracle for real models: package xllamacpp."""
 
+import ctypes
 import json
 import math
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from auraflux.loading.language_model import LanguageModel
 from tests.tested import external_oracle
 
 
@@ -30,24 +32,66 @@ def ask(llama: Any, where: str, what: dict[str, Any]) -> dict[str, Any]:
         return json.loads(answer.read())
 
 
-def perplexities(model: LanguageModel, llama: Any, ids: list[int], first: int = 1) -> tuple[float, float]:
-    """Return the perplexity of tokens from `first` on here and by llama.cpp, over those that llama.cpp reports."""
-    log = torch.log_softmax(model.logits(ids)[:-1].float(), -1)
-    ours = -log.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)[first - 1 :]
-    theirs = [likelihood(llama, ids[:at], ids[at]) for at in range(first, len(ids))]
-    pairs = [(float(own), -found) for own, found in zip(ours, theirs, strict=True) if found is not None]
-    assert len(pairs) > 0.98 * len(theirs)
-    own, found = (math.exp(sum(each) / len(pairs)) for each in zip(*pairs, strict=True))
-    print(f"perplexity: {own:.3f} here, {found:.3f} by llama.cpp, over {len(pairs)} tokens")
-    return own, found
+class Settings(ctypes.Structure):
+    """llama.cpp's settings of a model or a context, passed by value; larger than any version's, and never looked into."""
+
+    _fields_ = (("octets", ctypes.c_char * 1024),)
+
+
+class Batch(ctypes.Structure):
+    """llama_batch."""
+
+    _fields_ = (
+        ("count", ctypes.c_int32),
+        ("token", ctypes.POINTER(ctypes.c_int32)),
+        ("embedding", ctypes.c_void_p),
+        ("position", ctypes.POINTER(ctypes.c_int32)),
+        ("sequences", ctypes.POINTER(ctypes.c_int32)),
+        ("sequence", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+        ("wanted", ctypes.POINTER(ctypes.c_int8)),
+    )
 
 
 @external_oracle("llama.cpp")
-def likelihood(llama: Any, ids: list[int], wanted: int) -> float | None:
-    """Return the logprob of a token after others; None if it is not among the most likely thousands."""
-    request = {"prompt": ids, "n_predict": 1, "n_probs": 20000, "cache_prompt": True}
-    listed = llama.handle_completions(request)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-    return next((each["logprob"] for each in listed if each["id"] == wanted), None)
+def llama_cpp_logits(path: Path, ids: list[int]) -> Tensor:
+    """Return llama.cpp's logits after each of at most 512 tokens, [T, V], by the C functions in xllamacpp's library."""
+    module = pytest.importorskip("xllamacpp.xllamacpp", reason="xllamacpp is not installed")
+    library = ctypes.CDLL(module.__file__)
+
+    def call(name: str, result: Any, *values: Any) -> Any:
+        function = getattr(library, name)
+        function.restype = result
+        return function(*values)
+
+    address, count = ctypes.c_void_p, ctypes.c_int32
+    settings = call("llama_model_default_params", Settings)
+    model = address(call("llama_model_load_from_file", address, str(path).encode(), settings))
+    context = address(call("llama_init_from_model", address, model, call("llama_context_default_params", Settings)))
+    vocab_size = call("llama_vocab_n_tokens", count, address(call("llama_model_get_vocab", address, model)))
+    batch = call("llama_batch_init", Batch, count(len(ids)), count(0), count(1))
+    batch.count = len(ids)
+    for at, token in enumerate(ids):
+        batch.token[at], batch.position[at], batch.sequences[at], batch.wanted[at] = token, at, 1, 1
+        batch.sequence[at][0] = 0
+    assert call("llama_decode", count, context, batch) == 0
+    logits = call("llama_get_logits", ctypes.POINTER(ctypes.c_float), context)
+    found = torch.from_numpy(np.ctypeslib.as_array(logits, (len(ids), vocab_size)).copy())
+    call("llama_batch_free", None, batch)
+    call("llama_free", None, context)
+    call("llama_model_free", None, model)
+    return found
+
+
+def divergence(wanted: Tensor, found: Tensor) -> Tensor:
+    """Return the KL divergence of the next-token distributions of two logits, [T]."""
+    one, other = (torch.log_softmax(each.float(), -1) for each in (wanted, found))
+    return (one.exp() * (one - other)).sum(-1)
+
+
+def perplexity(logits: Tensor, ids: list[int]) -> float:
+    """Return the perplexity of tokens given the logits after the token before each; those without logits do not count."""
+    log = torch.log_softmax(logits[:-1].float(), -1)
+    return math.exp(-float(log.gather(1, torch.tensor(ids[-len(log) :])[:, None]).mean()))
 
 
 @external_oracle("llama.cpp")

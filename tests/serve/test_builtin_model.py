@@ -16,33 +16,11 @@ import auraflux
 from auraflux.cli import main
 from auraflux.loading.language_model import LanguageModel
 from auraflux.weights.download.pull import locate
+from tests.serve.answers import QUESTIONS, check_sane
 from tests.serve.server import Served, running
 
 pytestmark = pytest.mark.slow
 
-# question: a word of a right answer
-QUESTIONS = {
-    "What is the capital of Japan?": "Tokyo",
-    "Name the capital of France.": "Paris",
-    "How many days are in a week?": "7",
-    "What is 2 + 2?": "4",
-    "Who wrote Romeo and Juliet?": "Shakespeare",
-    "What do bees make?": "honey",
-    "Name three primary colors.": "Red",
-    "What is water made of?": "hydrogen",
-    "Explain gravity in one sentence.": "force",
-    "What is the largest planet in the solar system?": "Jupiter",
-    "How do plants make food?": "photosynthesis",
-    "Give me a tip for sleeping better.": "sleep",
-    "What is a noun?": "person",
-    "Write one sentence about the sea.": "sea",
-    "What is the opposite of hot?": "cold",
-    "How many legs does a spider have?": "8",
-    "What is the moon?": "Earth",
-    "Why do we brush our teeth?": "plaque",
-    "Say hello in one short sentence.": "hello",
-    "Why is the sky blue?": "scatter",
-}
 DEMO = "How do plants make food? Answer in two sentences."  # of `make demo`
 TOKENS = 60
 SHOWN = "temperature 0.2, top-p 0.9 (recommended for SmolLM2)"
@@ -67,11 +45,7 @@ def served() -> Iterator[Served]:
 
 def test_answers_are_sane(answers: list[str]):
     for answer in answers:
-        assert sum(map(str.isascii, answer)) > 0.97 * len(answer), answer
-        words = answer.lower().split()
-        assert words
-        # loops repeat few words
-        assert len(set(words)) > 0.4 * len(words), answer
+        check_sane(answer)
     right = [word for word, answer in zip(QUESTIONS.values(), answers, strict=True) if word.lower() in answer.lower()]
     assert len(right) >= 13, right
 

@@ -15,7 +15,7 @@ EXAMPLES = (
 )
 
 
-@click.command(cls=Command, everyday=EVERYDAY, examples=EXAMPLES)
+@click.command(cls=Command, short_help="Download a model and chat with it.", everyday=EVERYDAY, examples=EXAMPLES)
 @click.argument("model", metavar="NAME")
 @click.argument("question", required=False)
 @click.option("--system", metavar="TEXT", help="System message.")

@@ -12,7 +12,11 @@ from auraflux.cli.output.units import size
 from auraflux.errors import AurafluxError, InputError
 
 
-@click.command(cls=Command, examples=("auraflux show qwen3:4b", "auraflux show coder --url http://127.0.0.1:8000"))
+@click.command(
+    cls=Command,
+    short_help="Show a model, downloaded or served.",
+    examples=("auraflux show qwen3:4b", "auraflux show coder --url http://127.0.0.1:8000"),
+)
 @click.argument("name")
 @url_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -56,6 +56,7 @@ class Command(click.Command):
         # a flag that is refused has no value
         refused = {param.opts[0] for param in self._peer_flags if param.target is None}
         args = [word.partition("=")[0] if word.partition("=")[0] in refused else word for word in args]
+        self._check_temperature(ctx, args)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as err:
@@ -64,6 +65,19 @@ class Command(click.Command):
             if ctx.args or "unexpected extra argument" not in err.message or "prompts" not in ctx.params:
                 raise
             raise click.UsageError(f"{err.message}. A prompt is given with -p.", ctx) from err
+
+    def _check_temperature(self, ctx: click.Context, args: list[str]) -> None:
+        """Refuse -t 8: llama.cpp's -t is the number of threads, and as a temperature 2 and more give nonsense."""
+        if not any("-t" in param.opts and param.name == "temperature" for param in self.params):
+            return
+        for word, after in zip(args, [*args[1:], ""], strict=False):
+            given = after if word == "-t" else word.removeprefix("-t") if word.startswith("-t") else ""
+            if given.isdecimal() and int(given) >= 2:
+                raise click.UsageError(
+                    f"-t {given[:20]} would be the temperature. For threads set the environment variable NUMBA_NUM_THREADS; "
+                    f"for this temperature give --temperature {given[:20]}.",
+                    ctx,
+                )
 
     def _refuse(self, ctx: click.Context, flag: str) -> NoReturn:
         visible = [

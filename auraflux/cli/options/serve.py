@@ -192,6 +192,9 @@ def _check_seconds(**given: float | None) -> None:
 
 
 def _keys(chosen: dict[str, Any]) -> tuple[str, ...]:
+    # an empty environment variable would leave the server open
+    if chosen["api_key"] is not None and not chosen["api_key"].strip():
+        raise InputError("--api-key is empty. Leave it out for a server without a key.")
     keys = [chosen["api_key"]] if chosen["api_key"] else []
     path = chosen["api_key_file"]
     if path is not None:

@@ -28,7 +28,12 @@ UNUSED: dict[str, Any] = {"name": None, "restart": False, "invented": False, "sh
 UNUSED |= {"target_itl": None, "prefix_disk": None, "prefix_folder": None}
 
 
-@click.command(cls=Command, everyday=("--model", "--max-sequences", "--device", "--kv", "--context"), examples=EXAMPLES)
+@click.command(
+    cls=Command,
+    short_help="Run a file of requests without a server.",
+    everyday=("--model", "--max-sequences", "--device", "--kv", "--context"),
+    examples=EXAMPLES,
+)
 @click.argument("requests", type=click.Path(path_type=Path))
 @click.argument("responses", type=click.Path(path_type=Path))
 @click.option("--model", metavar="MODEL", help="A folder, a GGUF file or a name; by default the built-in model.")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import urllib.request
@@ -13,14 +12,10 @@ from pathlib import Path
 import pytest
 
 import auraflux
-from auraflux.ops.simd.compile.levels import LEVELS, level_for
-from auraflux.ops.simd.isa import ISA
-from auraflux.ops.simd.processor import cpu_features, machine
 from auraflux.weights.download.pull import locate, models_folder
+from tests.install.wheels import PIP, ROOT
 
-ROOT = Path(__file__).parents[1]
 DATA = ("py.typed", "serve/page/static/*", "eval/texts/*", "eval/questions/*", "*.json")
-PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 # files of modules named auraflux that a process has imported
 LOADED = """
 import sys, auraflux, auraflux.cli, auraflux.ops, auraflux.loading.load, auraflux.serve.app
@@ -34,23 +29,6 @@ def package_files() -> list[str]:
     found = [path.relative_to(ROOT / "auraflux").as_posix() for path in (ROOT / "auraflux").rglob("*") if path.is_file()]
     wanted = [name for name in found if name.endswith(".py") or any(fnmatch(name, pattern) for pattern in DATA)]
     return sorted(f"auraflux/{name}" for name in wanted if "__pycache__" not in name)
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel from a copy, so that nothing is left in the repository."""
-    folder = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT / "auraflux", folder / "source" / "auraflux", ignore=shutil.ignore_patterns("__pycache__"))
-    # folders that must stay out of the wheel
-    for name in ("tests", "bench", "examples"):
-        (folder / "source" / name).mkdir()
-        (folder / "source" / name / "__init__.py").touch()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder / "source" / name)
-    build = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder / "dist", folder / "source"]
-    subprocess.run([*PIP, *build], check=True, capture_output=True, cwd=folder)
-    [made] = (folder / "dist").iterdir()
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -111,18 +89,6 @@ def test_shapes_and_evaluation_texts_are_installed(installed: Path):
     assert "there is no shape 'nothing'. Those there are: " in shapes.stderr
     code = "from auraflux.eval.text import read_files; print(len(read_files([])))"
     assert int(run(installed, sys.executable, "-c", code).stdout) > 1
-
-
-@pytest.fixture(scope="module")
-def kernels_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build auraflux-kernels-cpu for this processor."""
-    level = level_for(LEVELS.get(machine(), ()), ISA.name, cpu_features())
-    if level is None:
-        pytest.skip("there is no level for this processor")
-    folder = tmp_path_factory.mktemp("kernels")
-    subprocess.run([sys.executable, "-m", "wheels.build", folder, "--levels", level.name], check=True, cwd=ROOT)
-    [made] = folder.iterdir()
-    return made
 
 
 @pytest.fixture
