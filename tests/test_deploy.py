@@ -1,10 +1,14 @@
 """The examples in deploy/ work: Ray Serve accepts the configs, the YAML is valid, torchrun starts."""
 
+import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -56,6 +60,27 @@ def test_remote_access_requires_an_api_key():
         assert mounted == {volume["name"] for volume in group["template"]["spec"]["volumes"]}
     assert (service["kind"], policy["kind"]) == ("RayService", "NetworkPolicy")
     assert policy["spec"]["ingress"][1]["ports"] == [{"port": cluster["http_options"]["port"]}]
+
+
+@pytest.mark.parametrize("name", ["Containerfile", "Containerfile.cuda"])
+def test_images_copy_what_there_is(name: str):
+    text = (DEPLOY / name).read_text()
+    extras = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.search(r"^ARG EXTRAS=(\S+)$", text, re.M)[1].split(",")) <= set(extras)
+    for line in re.findall(r"^COPY (.+) \S+$", text, re.M):
+        assert all((DEPLOY.parent / word).exists() for word in line.split()), line
+    command = json.loads(re.search(r"^ENTRYPOINT (.+)$", text, re.M)[1])
+    assert command[1:] == ["serve", "--host", "0.0.0.0", "--log-json"]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_accepts_the_unit(tmp_path: Path):
+    unit = (DEPLOY / "auraflux.service").read_text()
+    command = "/opt/auraflux/.venv/bin/auraflux"
+    assert f"ExecStart={command} serve " in unit
+    (tmp_path / "auraflux.service").write_text(unit.replace(command, sys.executable))
+    done = subprocess.run(["systemd-analyze", "verify", tmp_path / "auraflux.service"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # importing ray emits warnings

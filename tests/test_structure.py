@@ -30,6 +30,7 @@ LEVELS = {
     "quant": 0,
     "cache": 1,
     "weights": 1,
+    "adapters": 2,
     "models": 2,
     "tokenizer": 2,
     "vision": 2,
@@ -47,6 +48,7 @@ LEVELS = {
 # `ops` may use the weight formats; the formats know nothing of ops
 SAME_LEVEL = {
     ("ops", "quant"),
+    ("models", "adapters"),
     ("cache", "weights"),
     ("weights", "cache"),
     ("distributed", "loading"),

@@ -143,6 +143,13 @@ class Batch:
         """Number of tokens of the step, padding sequences included."""
         return sum(self.counts) + self.padding_sequences
 
+    @property
+    def adapters(self) -> list[int] | None:
+        """The adapter of each sequence, -1 for none, padding sequences included; None where no sequence has one."""
+        if all(sequence.adapter is None for sequence in self.sequences):
+            return None
+        return [-1 if s.adapter is None else s.adapter for s in self.sequences] + [-1] * self.padding_sequences
+
     def map_parts(self, run: Callable[..., Any], *rows: Tensor | None) -> Any:
         """Call `run` once with the batch and all rows; `MixedBatch` calls it once per part."""
         return run(self, *rows)

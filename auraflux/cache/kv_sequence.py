@@ -170,7 +170,8 @@ class PromptInputs(Protocol):
 class KVSequence:
     """The tokens of one sequence in all layers.
 
-    inputs  of its prompt, where that has images
+    adapter  number of the adapter that computes it; None for the model alone
+    inputs   of its prompt, where that has images
     """
 
     inputs: PromptInputs | None = None
@@ -178,6 +179,7 @@ class KVSequence:
     def __init__(self, group_states: dict[CacheGroup, SequenceState], checkpoints: Checkpoints, format: str, length: int = 0):
         self.group_states, self.length, self.format = group_states, length, format
         self.closed = False
+        self.adapter: int | None = None
         self._store = checkpoints
         self._own: list[Checkpoint] = []
         self._stride_length = length
@@ -296,6 +298,7 @@ class KVSequence:
         self.check_open()
         states = {group: state.fork() for group, state in self.group_states.items()}
         other = KVSequence(states, self._store, self.format, self.length)
+        other.adapter = self.adapter
         other._own, other._stride_length = list(self._own), self._stride_length
         for checkpoint in self._own:
             checkpoint.owners += 1

@@ -19,6 +19,7 @@ from auraflux.cli.follow import follow
 from auraflux.cli.generate import generate
 from auraflux.cli.inspect import inspect
 from auraflux.cli.models.ps import ps
+from auraflux.cli.models.recommend import recommend
 from auraflux.cli.models.rm import rm
 from auraflux.cli.models.run import run
 from auraflux.cli.models.show import show
@@ -87,6 +88,7 @@ COMMANDS = (
     ps,
     show,
     inspect,
+    recommend,
     convert,
     pack,
     plan,

@@ -8,7 +8,7 @@ import click
 
 from auraflux.cli.generate import figures
 from auraflux.cli.options.command import Command
-from auraflux.cli.options.model import LOADING, RANKS, SAMPLING, load_model, model_argument, options, sampling
+from auraflux.cli.options.model import LOADING, RANKS, SAMPLING, first_adapter, load_model, model_argument, options, sampling
 from auraflux.cli.options.stdin import read_line, stdin
 from auraflux.cli.output.expert_stats import show_expert_stats
 from auraflux.errors import AurafluxError
@@ -63,7 +63,7 @@ def chat(model: str | None, system: str | None, stats: bool, **chosen: Any) -> N
 
 def converse(model: str | None, system: str | None, stats: bool, chosen: dict[str, Any], question: str | None = None) -> None:
     """Load a model and answer lines until the input ends, or one question."""
-    settings = sampling(chosen)
+    settings = sampling(chosen) | first_adapter(chosen)
     if question is None:
         stdin()
     loaded = load_model(model, chosen, chat=True)

@@ -26,7 +26,10 @@ group_size_option = click.option(
 )
 
 
-EXAMPLES = ("auraflux convert org/name model-4bit --bits 4",)
+EXAMPLES = (
+    "auraflux convert org/name model-4bit --bits 4",
+    "auraflux convert org/name tuned-8bit --bits 8 --merge adapter",
+)
 
 
 @click.command(cls=Command, examples=EXAMPLES)
@@ -34,20 +37,27 @@ EXAMPLES = ("auraflux convert org/name model-4bit --bits 4",)
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
 @click.option("--bits", type=Bits(), default=4, show_default=True, help="Bits per weight: 2, 3, 4, 5, 6 or 8.")
 @group_size_option
+@click.option("--merge", metavar="FOLDER", type=click.Path(path_type=Path), help="Add a LoRA adapter (PEFT) to the weights.")
 @click.option("--force", is_flag=True, help="Overwrite an existing model folder.")
-def convert(source: str, target: Path, bits: int, group: int, force: bool) -> None:
+def convert(source: str, target: Path, bits: int, group: int, merge: Path | None, force: bool) -> None:
     """Quantize a model and write it as an MLX folder.
 
     SRC is a folder of safetensors, a GGUF file or a name; DST is the folder to write, which auraflux and mlx-lm load. Weights
     already quantized to --bits or fewer are copied unchanged, and so are quantized embeddings. DST appears when it is complete.
     """
     check_model(source)
+    from functools import partial
+
+    from auraflux.adapters.merge import MergingWriter
+    from auraflux.adapters.peft_folder import read_adapter
     from auraflux.models import family
     from auraflux.progress import on_terminal
+    from auraflux.weights.convert.mlx_folder import FolderWriter
     from auraflux.weights.convert.mlx_folder import convert as write
     from auraflux.weights.download.pull import locate
     from auraflux.weights.formats.checkpoint import open_checkpoint
 
+    writer = FolderWriter if merge is None else partial(MergingWriter, adapter=read_adapter(merge.name, merge))
     with on_terminal() as report:
         checkpoint = open_checkpoint(locate(source, report))
         total, done = sum(checkpoint.sizes().values()), 0
@@ -61,7 +71,7 @@ def convert(source: str, target: Path, bits: int, group: int, force: bool) -> No
             write_tokenizer(checkpoint, folder)
 
         kind = family(checkpoint.config)
-        write(checkpoint, kind, target, bits=bits, group=group, force=force, advance=advance, add=add)
+        write(checkpoint, kind, target, bits=bits, group=group, force=force, advance=advance, add=add, writer=writer)
     for note in checkpoint.notes:
         click.echo(f"note: {note}", err=True)
     click.echo(f"{target}: {sum(path.stat().st_size for path in target.iterdir()) / 2**20:.1f} MiB")

@@ -97,6 +97,15 @@ OPTIONS = [
         "--calibrate", default="auto", show_default=True, metavar="auto|FILE", help="Key calibration: auto, or a saved file."
     ),
     click.option("--fresh", is_flag=True, help="Discard the results of an interrupted run."),
+    click.option(
+        "--task",
+        "tasks",
+        multiple=True,
+        metavar="NAME",
+        help="Run this task of lm-eval instead, for each --kv.",
+    ),
+    click.option("--task-folder", type=click.Path(path_type=Path), metavar="FOLDER", help="Folder with more tasks for --task."),
+    click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Items per --task; by default all."),
 ]
 
 
@@ -108,6 +117,7 @@ EVERYDAY = (
     "--windows",
     "--needle",
     "--speed",
+    "--task",
     "--device",
     "--quantize",
     "--json",
@@ -133,9 +143,14 @@ def evaluate(model: str | None, as_json: bool, save: Path | None, **chosen: Any)
     A setting is none, bits of keys and values such as k4v4, or another engine's KV cache, simulated: fp8, q4_0, q4_0-hadamard,
     kivi4, kivi2, mlx4. Changes follow a plus: sink_tokens, recent_window, skip_first_layers, skip_last_layers, sparse_v, seed,
     quantize, and calibrate (all, off, centres or scales).
+
+    With --task the model is served, and lm-eval, which must be installed, measures its tasks through the server.
     """
     check_device(chosen["device"])
     check_model(model)
+    if chosen["tasks"]:
+        _run_tasks(model, as_json, chosen)
+        return
     from auraflux.bench.report import save as write
     from auraflux.engine.calibration import OFF
     from auraflux.eval.plot import check_folder, draw_all
@@ -164,6 +179,16 @@ def evaluate(model: str | None, as_json: bool, save: Path | None, **chosen: Any)
         write(document, save / "eval.json")
         for path in [save / "eval.json", *draw_all(document["results"], save)]:
             click.echo(f"wrote {path}", err=True)
+
+
+def _run_tasks(model: str | None, as_json: bool, chosen: dict[str, Any]) -> None:
+    from auraflux.cli.serving.lm_eval import run_tasks, show
+
+    rows = run_tasks(model, chosen["tasks"], chosen["task_folder"], chosen["limit"], chosen)
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+    else:
+        show(rows)
 
 
 def _current_names(settings: str) -> str:

@@ -10,7 +10,7 @@ import click
 
 from auraflux.cli.options.command import Command
 from auraflux.cli.options.early_checks import check_model
-from auraflux.cli.options.model import LOADING, RANKS, SAMPLING, load_model, model_argument, options, sampling
+from auraflux.cli.options.model import LOADING, RANKS, SAMPLING, first_adapter, load_model, model_argument, options, sampling
 from auraflux.cli.options.stdin import read_all
 from auraflux.cli.output.expert_stats import show_expert_stats, summary
 from auraflux.cli.output.units import size
@@ -70,7 +70,7 @@ def generate(
     if not prompts:
         check_model(model)
         raise InputError("there is no prompt. Give one with -p TEXT, or -p - to read stdin.")
-    settings = sampling(chosen)
+    settings = sampling(chosen) | first_adapter(chosen)
     chat = chat or system is not None
     # spaces alone are a prompt, but not a message
     if not all(prompt.strip() if chat else prompt for prompt in prompts):

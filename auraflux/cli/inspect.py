@@ -249,12 +249,12 @@ def _shares(title: str, shares: dict[str, dict[str, int]], total: dict[str, int]
     from rich.table import Table
 
     table = Table(title)
-    for name in ("tensors", "parameters", "on disk", "in memory", "bits/weight"):
+    for name in ("tensors", "parameters", "on disk", "in memory", "bits/weight: on disk", "in memory"):
         table.add_column(name, justify="right")
     for name, share in [*shares.items(), ("[bold]all[/bold]", total)]:
-        each = f"{share['memory_nbytes'] * 8 / max(1, share['parameters']):.2f}"
+        bits = (f"{share[key] * 8 / max(1, share['parameters']):.2f}" for key in ("nbytes", "memory_nbytes"))
         sizes = memory_size(share["nbytes"]), memory_size(share["memory_nbytes"])
-        table.add_row(name, str(share["tensors"]), count(share["parameters"]), *sizes, each)
+        table.add_row(name, str(share["tensors"]), count(share["parameters"]), *sizes, *bits)
     return table
 
 

@@ -6,6 +6,7 @@ from typing import Any, Required, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from auraflux.adapters.loaded import LoadedAdapters
 from auraflux.cache import Batch, Cache, CacheSettings, KVSequence, Logits, MixedBatch
 from auraflux.cache.key_calibration import ModelCalibration
 from auraflux.cache.page_shards import UNSHARDED
@@ -94,6 +95,23 @@ class Engine:
     def batch_invariant(self) -> bool:
         """Return whether batch-invariant GPU kernels are used; CPU kernels always are."""
         return self.runner.invariant and self.device.type == "cuda"
+
+    @property
+    def adapters(self) -> LoadedAdapters | None:
+        """Adapters of the model; None for none."""
+        return self.graphs.adapters
+
+    def set_adapters(self, loaded: LoadedAdapters) -> None:
+        """Use adapters from now on; refuse those of weights that a step does not compute as linear layers."""
+        self.graphs.adapters = loaded
+        for tokens in (1, 2):
+            sequence = self.cache.open()
+            sequence.adapter = 0
+            try:
+                self.step(self.cache.batch([sequence]), [[0] * tokens])
+            finally:
+                sequence.close()
+            loaded.check_touched()
 
     def try_token(self) -> None:
         """Run a token and discard it, so that an unsupported model fails at load time."""
@@ -213,6 +231,9 @@ class Engine:
         """
         size = next((size for size in self.mixed_chunk_sizes(len(batch.sequences)) if size >= len(chunk)), None)
         if size is None or sequence.length + size > self.cache.context or sequence.has_embeddings(len(chunk)):
+            return None
+        if self.adapters is not None and any(each.adapter is not None for each in (*batch.sequences, sequence)):
+            # its token-wise layers would need the adapters of both parts
             return None
         longest = max(each.length for each in batch.sequences) + 1
         decode = self.cache.batch(batch.sequences, _bucket(longest, MIXED_BUCKETS), padding_sequences=batch.padding_sequences)

@@ -16,6 +16,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from auraflux.adapters.linears import AdapterStep, active, adapters
+from auraflux.adapters.loaded import LoadedAdapters
 from auraflux.cache import Batch, Logits, MixedBatch
 from auraflux.cache.step_index import StepIndex
 from auraflux.engine.capture import NO_MEMORY, CudaCapture, Replay, record_launches
@@ -27,6 +29,7 @@ log = logging.getLogger("auraflux")
 MAX_STEPS = 128  # recordings; the least recently used is evicted
 MAX_CPU_VERIFY_STEPS = 8  # recordings of verify steps on a CPU, which hold the activations of all layers
 SWITCHED_OFF = "graphs are switched off"
+ADAPTED_EXPERTS = "an adapter of the step changes experts"
 TOO_LONG = "the step streams its experts from host memory"
 
 
@@ -36,6 +39,7 @@ class Step:
 
     ids        [T]  tokens, or [T, H] hidden states of the previous pipeline stage
     positions  [T]  of a prefill chunk; those of decode steps are in the index
+    adapters   [T]  the adapter of each token
     compiled        the step has run once, so its kernels are compiled
     result          output buffer of the recording
     batch           of the recording, which refers to its tensors
@@ -43,14 +47,15 @@ class Step:
 
     ids: Tensor
     positions: Tensor
+    adapters: Tensor
     compiled: bool = False
     recording: Replay | None = None
     result: Tensor | None = None
     batch: Batch | MixedBatch | None = None
 
 
-# index, slots of states, tokens that need logits, new tokens per sequence (empty for one each)
-Key = tuple[StepIndex, tuple[int, ...], Logits, tuple[int, ...]]
+# index, slots of states, tokens that need logits, whether there are adapters, new tokens per sequence (empty for one each)
+Key = tuple[StepIndex, tuple[int, ...], Logits, bool, tuple[int, ...]]
 # index and state slots of the decode part, index of the prefill part, its tokens
 MixedKey = tuple[StepIndex, tuple[int, ...], StepIndex, int]
 KeyT = TypeVar("KeyT")
@@ -64,6 +69,7 @@ class GraphRunner:
     prefill_refused  reason why steps of several tokens are not; None if they are
     warming_up       whether the last step was slower than its successors will be: it compiled kernels or captured a graph
     max_tokens       tokens of the longest step that is captured; None for any length. Longer ones stream their experts
+    adapters         of the model; None for none
     before_step      called with the number of tokens before a step runs or is replayed
     after_step       called after every step, which it may fail; the next step waits for it
     """
@@ -74,6 +80,7 @@ class GraphRunner:
         self.prefill_refused: str | None = None
         self.warming_up = False
         self.max_tokens: int | None = None
+        self.adapters: LoadedAdapters | None = None
         self.before_step: Callable[[int], None] | None = None
         self.after_step: Callable[[], None] | None = None
         self._steps: dict[Key, Step] = {}
@@ -178,7 +185,8 @@ class GraphRunner:
     def run_uncaptured(self, batch: Batch, ids: Tensor) -> Tensor:
         """Run a step that is never captured and return the final hidden states of the tokens that need logits."""
         self._prepare(len(ids))
-        return self.runner.forward(ids, batch)
+        with self._adapters(batch):
+            return self.runner.forward(ids, batch)
 
     def _prepare(self, tokens: int) -> None:
         if self.before_step is not None:
@@ -211,7 +219,26 @@ class GraphRunner:
         if not batch.single:
             step.positions.copy_(batch.positions, non_blocking=True)
             batch.positions = step.positions
-        return self._replay_or_run(step, batch, lambda: work(step))
+        with self._adapters(batch, step.adapters):
+            return self._replay_or_run(step, batch, lambda: work(step))
+
+    @contextmanager
+    def _adapters(self, batch: Batch, slots: Tensor | None = None) -> Iterator[None]:
+        """Run a step inside the block with the adapters of its sequences, which are written to `slots`, [T]."""
+        each = batch.adapters
+        if each is None or self.adapters is None:
+            yield
+            return
+        counts = [*batch.counts, *[1] * batch.padding_sequences]
+        of_tokens = torch.repeat_interleave(torch.tensor(each, dtype=torch.int32), torch.tensor(counts))
+        if slots is None:
+            slots = of_tokens.to(self.runner.device)
+        else:
+            slots.copy_(of_tokens, non_blocking=True)
+        # the last layer may run for the last tokens alone
+        last = {} if batch.logits is Logits.ALL else {len(each): to_device(each, slots.device).int()}
+        with adapters(AdapterStep(self.adapters.layers, {**last, len(slots): slots})):
+            yield
 
     def _replay_or_run(self, step: Step, batch: Batch | MixedBatch, work: Callable[[], Tensor]) -> Tensor:
         """Replay a step, or run it if it is not captured yet."""
@@ -226,7 +253,7 @@ class GraphRunner:
     def _step(self, batch: Batch, inputs: Tensor) -> Step:
         # prefill steps find states through the index too
         slots = batch.slots if batch.padding is None else ()
-        key = batch.index, slots, batch.logits, () if batch.single else tuple(batch.counts)
+        key = batch.index, slots, batch.logits, batch.adapters is not None, () if batch.single else tuple(batch.counts)
         steps, limit = self._steps, MAX_STEPS
         if not batch.single and batch.padding is None:
             steps, limit = self._verify_steps, MAX_CPU_VERIFY_STEPS if self.runner.device.type == "cpu" else MAX_STEPS
@@ -237,7 +264,8 @@ class GraphRunner:
         step = steps.pop(key, None)
         if step is None:
             ids = like.new_zeros(tokens, *like.shape[1:], device=self.runner.device)
-            step = Step(ids, torch.zeros(tokens, dtype=torch.int32, device=self.runner.device))
+            zeros = torch.zeros(2, tokens, dtype=torch.int32, device=self.runner.device)
+            step = Step(ids, *zeros)
             if len(steps) == limit:
                 del steps[next(iter(steps))]
         steps[key] = step
@@ -248,6 +276,8 @@ class GraphRunner:
         refused = self.refused if batch.single else self.refused or self.prefill_refused
         if not self.captures(len(step.ids)):
             refused = TOO_LONG
+        if self.adapters is not None and not self.adapters.captures and active.get() is not None:
+            refused = ADAPTED_EXPERTS
         self.warming_up = refused is None
         if refused is not None or not (step.compiled or self._ran_before(batch)):
             step.compiled = True

@@ -47,6 +47,7 @@ class Request:
     prompt_logprobs         number of most likely tokens to report with each prompt token; None for no log probabilities
     thinking                the most tokens of reasoning; None for no limit
     pooling                 "last", "mean" or "cls" to embed the prompt instead of continuing it
+    adapter                 name of an adapter of the model; None for the model alone
     labels                  tokens whose logits after the prompt are its embedding, for a request with `pooling`
     images                  the prompt's images in order, see `vision/processor.py`
     """
@@ -61,6 +62,7 @@ class Request:
     pooling: str | None = None
     labels: tuple[int, ...] = ()
     images: tuple[ImageSpan, ...] = ()
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from auraflux.adapters.loaded import adapter_number
 from auraflux.engine.request import Output, Request, RequestStats
 from auraflux.engine.sampling import DefaultSampling, Sampling
 from auraflux.errors import InputError, SettingsError
@@ -64,12 +65,13 @@ class LanguageModel:
         """Maximum tokens of a prompt and its continuation together."""
         return self.engine.cache.context
 
-    def logits(self, ids: Prompt) -> Tensor:
+    def logits(self, ids: Prompt, adapter: str | None = None) -> Tensor:
         """Return the logits after each token of a prompt, computed through the KV cache: [T, V] float32."""
         tokens = self._ids(ids)
-        self.scheduler.check(Request(tuple(tokens)))
+        self.scheduler.check(Request(tuple(tokens), adapter=adapter))
         with self.scheduler.exclusive():
             sequence = self.engine.cache.open()
+            sequence.adapter = adapter_number(self.engine.adapters, adapter)
             try:
                 return self.engine.all_logits(sequence, tokens)
             finally:
@@ -78,7 +80,8 @@ class LanguageModel:
     def generate(self, prompt: Prompt, **sampling: Any) -> Iterator[str]:
         """Continue a prompt and stream text. `sampling` takes the fields of `Sampling`: max_tokens, temperature, ...
 
-        Settings that are left out are those of `default_sampling`; temperature=0 is greedy.
+        Settings that are left out are those of `default_sampling`; temperature=0 is greedy. adapter="name" uses an adapter of
+        the model, here and in the other methods.
         """
         outputs = self._stream(self._ids(prompt), sampling)
         return (output.text for _, output in outputs if output.text)
@@ -176,8 +179,10 @@ class LanguageModel:
         ends: frozenset[int] | None = None,
         images: tuple[ImageSpan, ...] = (),
     ) -> Request:
-        """Build a request that the scheduler will admit."""
-        request = Request(tuple(prompt), self._sampling(sampling), stop_token_ids=ends, images=images)
+        """Build a request that the scheduler will admit; `sampling` may name an adapter."""
+        settings = {name: value for name, value in sampling.items() if name != "adapter"}
+        chosen = self._sampling(settings)
+        request = Request(tuple(prompt), chosen, stop_token_ids=ends, images=images, adapter=sampling.get("adapter"))
         self.scheduler.check(request)
         return request
 

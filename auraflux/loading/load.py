@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from auraflux.adapters.peft_folder import read_adapter
 from auraflux.cache import CacheSettings
 from auraflux.cache.prefix.disk import check_folder
 from auraflux.defaults import AUTO, CALIBRATE
@@ -65,6 +66,7 @@ def load(
     target_itl: str | float | None = None,
     prefix_disk: str | int | None = None,
     prefix_folder: str | Path | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
     speculate: str | Path | None = None,
     sampling: Mapping[str, Any] | None = None,
     parallel: str | Parallel | None = None,
@@ -96,6 +98,7 @@ def load(
                    decode; by default prefill is spread over steps, without a target
     prefix_disk    disk space for prefix cache entries that memory has no room for, such as "20GB", below `prefix_folder`; by
                    default none
+    adapters       folders of LoRA adapters (PEFT) by the names that requests give, see docs/adapters.md
     speculate      speculative decoding: "ngram" drafts from the sequence so far, "mtp" with the model's MTP head, or a smaller
                    model with the same vocabulary drafts; the output does not change, see docs/speculation.md
     sampling       sampling settings of requests that leave them out, such as {"temperature": 0}; by default those that
@@ -124,6 +127,7 @@ def load(
             expert_memory=expert_memory,
             gpu_memory=gpu_memory,
             calibrate=calibrate,
+            adapters=adapters or {},
             speculate=speculate,
             sampling=sampling or {},
             parallel=parallel,
@@ -146,11 +150,12 @@ def load_with(path_or_name: str | Path | None, options: LoadOptions) -> Language
         cleanup.callback(stop_compiling)
         path = locate(None if path_or_name is None else str(path_or_name), report)
         draft_path = None if options.speculate in (None, "ngram", "mtp") else locate(str(options.speculate), report)
+        adapters = [read_adapter(name, Path(folder)) for name, folder in options.adapters.items()]
         if device.type == "cpu" and ranks is None:
             start_compiling(settings, options.exact)
         source = ModelSource.open(path, settings, options.speculate == "mtp", ranks)
         if device.type == "cuda" and ranks is None:
-            leader, total = None, free_device_nbytes(device)
+            leader, total = None, free_device_nbytes(device) - sum(adapter.nbytes for adapter in adapters)
             budget = plan_gpu_memory(
                 source,
                 device,
@@ -168,7 +173,7 @@ def load_with(path_or_name: str | Path | None, options: LoadOptions) -> Language
         loader = ModelLoader(source, budget, leader, options, device, source.tokenizer())
         model, key_calibration = loader.run(report)
         cleanup.pop_all()
-    engine = loader.engine(model, key_calibration)
+    engine = loader.engine(model, key_calibration, adapters)
     vision = loader.vision()
     if isinstance(vision, Vision):
         engine.vision = vision

@@ -1,11 +1,15 @@
 """`ModelLoader`: loads weights, calibrates keys and builds the engine."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from auraflux.adapters.loaded import LoadedAdapters
+from auraflux.adapters.peft_folder import Adapter
+from auraflux.adapters.placement import place
 from auraflux.cache.key_calibration import ModelCalibration
 from auraflux.cache.prefix.disk import PrefixDisk
 from auraflux.distributed.leader import Leader
@@ -146,8 +150,8 @@ class ModelLoader:
             ranks=leader,
         )
 
-    def engine(self, model: Any, key_calibration: ModelCalibration | None) -> Engine:
-        """Build the engine with its KV cache."""
+    def engine(self, model: Any, key_calibration: ModelCalibration | None, adapters: Sequence[Adapter] = ()) -> Engine:
+        """Build the engine with its KV cache and the model's adapters."""
         sizes, pool = self.budget.sizes, self.budget.pool
         if pool is not None and self.device.type == "cuda":
             # calibration leaves blocks of other sizes than those of the KV cache
@@ -178,6 +182,9 @@ class ModelLoader:
                     engine.graphs.after_step = pool.check
             if engine.batch_invariant:
                 engine.try_token()
+            if adapters:
+                layers = place(adapters, model.named, self.source.module.rename, self.device, self.budget.dtype)
+                engine.set_adapters(LoadedAdapters(adapters, layers))
         return engine
 
     def vision(self) -> Vision | NoVision:
@@ -254,7 +261,7 @@ def make_model(
     )
     model = module.Model(config, weights)
     weights.check_loaded()
-    model.notes = weights.notes()
+    model.notes, model.named = weights.notes(), weights.named
     for each in (pool, experts):
         if each is not None:
             each.finish()

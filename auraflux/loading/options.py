@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from auraflux.adapters.names import check_names
 from auraflux.cache import CacheSettings
 from auraflux.defaults import AUTO, CALIBRATE
 from auraflux.distributed.parallel import Parallel, parse_parallel
@@ -41,6 +42,7 @@ class LoadOptions:
     expert_memory  memory for experts on the device, such as "4GB", or `ExpertSettings`
     gpu_memory     GPU memory for everything, such as "8GB"; None for what is free
     calibrate      key calibration: "auto", "off" or a file
+    adapters       folders of LoRA adapters by name
     speculate      draft tokens: "ngram", "mtp" or a draft model
     sampling       default sampling settings, over those that the model recommends
     parallel       "pipeline=2", or `Parallel`
@@ -64,6 +66,7 @@ class LoadOptions:
     expert_memory: str | int | ExpertSettings | None = None
     gpu_memory: str | int | None = None
     calibrate: str | Path = CALIBRATE
+    adapters: Mapping[str, str | Path] = field(default_factory=dict)
     speculate: str | Path | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     parallel: str | Parallel | None = None
@@ -81,6 +84,9 @@ class LoadOptions:
         if self.gpu_memory is not None:
             parse_nbytes(self.gpu_memory)
         calibration.check(self.calibrate)
+        check_names(self.adapters)
+        if self.adapters and self.parallel is not None:
+            raise SettingsError("adapters are not supported for a model that runs on several ranks.")
         if unknown := sorted(set(self.sampling) - set(DEFAULTED)):
             raise SettingsError(f"sampling has {', '.join(unknown)}; a model's defaults may have {', '.join(DEFAULTED)}.")
         Sampling(**self.sampling)
@@ -117,6 +123,7 @@ class LoadOptions:
             prefix_folder=None,
             expert_memory=None,
             gpu_memory=None,
+            adapters={},
             speculate=None,
             parallel=None,
         )

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from auraflux.adapters.linears import linear
 from auraflux.cache import Batch, MixedBatch
 from auraflux.models.layer import LayerInput, Mixer
 from auraflux.models.rotation import Growth, Rotation
-from auraflux.ops import linear, rms_norm, sigmoid_gate, split_q_gate
+from auraflux.ops import rms_norm, sigmoid_gate, split_q_gate
 from auraflux.quant import QTensor
 from auraflux.weights.formats.stored import dense
 from auraflux.weights.loader import Weights, sampled

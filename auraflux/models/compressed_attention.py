@@ -11,18 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from auraflux.adapters.linears import add_norm_linears, linear
 from auraflux.cache import Batch
 from auraflux.cache.layers.compressed import CompressionWeights
 from auraflux.models.layer import LayerInput, PartMixer
 from auraflux.models.rotation import Rotation
-from auraflux.ops import (
-    TokenSelection,
-    add_norm_linears,
-    latent_output,
-    linear,
-    norm_rope,
-    rope,
-)
+from auraflux.ops import TokenSelection, latent_output, norm_rope, rope
 from auraflux.weights.loader import Weights
 
 WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

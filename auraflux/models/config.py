@@ -70,6 +70,11 @@ class Keys(Fields):
         return Keys(ConfigFile(flat, self.where), self._aliases)
 
     @property
+    def found(self) -> ConfigFile:
+        """All keys as a file's contents."""
+        return ConfigFile(self._found, self.where)
+
+    @property
     def title(self) -> str:
         return f"{named(self.where)} of model_type {self.kind!r}"
 

@@ -11,10 +11,11 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from auraflux.adapters.linears import linear
 from auraflux.cache import Batch, Cache, Logits, MixedBatch
 from auraflux.models.layer import FeedForward, Layer, LayerInput, Mixer, Residual
 from auraflux.models.mtp import MTPHead, MTPNames
-from auraflux.ops import combine, embed, linear
+from auraflux.ops import combine, embed
 from auraflux.weights.experts.resident import ExpertPredictor
 from auraflux.weights.formats.stored import Stored
 from auraflux.weights.loader import Weights

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from auraflux.adapters.linears import add_norm_linears, linear
 from auraflux.cache import Batch, LatentShape
 from auraflux.models.config import Keys
 from auraflux.models.decoder import Decoder, text_name
@@ -21,7 +22,7 @@ from auraflux.models.mixture import MixtureConfig, biased_mixture
 from auraflux.models.mlp import AddedMLP
 from auraflux.models.mtp import MTPNames, after_last
 from auraflux.models.rotation import Growth, RopeSettings, Rotation, growth, rope_settings, rotation
-from auraflux.ops import Routing, add_norm_linears, latent_output, latent_query, linear
+from auraflux.ops import Routing, latent_output, latent_query
 from auraflux.quant import QTensor
 from auraflux.weights.fields import COUNT, EXPERTS, FACTOR, HEAD, LATENT, LAYER_INTERVAL, LAYERS, SHARED_EXPERTS, WIDTH
 from auraflux.weights.formats.stored import Stored

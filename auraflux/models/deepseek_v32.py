@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from auraflux.adapters.linears import add_norm_linears
 from auraflux.cache import Batch, SparseLatentShape
 from auraflux.errors import FormatError
 from auraflux.models import deepseek_v3
@@ -17,7 +18,7 @@ from auraflux.models.deepseek_v3 import LATENT_EPS, LowRank, Projection, rename
 from auraflux.models.layer import LayerInput, Mixer
 from auraflux.models.mtp import MTPNames, after_last
 from auraflux.models.rotation import Rotation
-from auraflux.ops import TokenSelection, add_norm_linears, layer_norm
+from auraflux.ops import TokenSelection, layer_norm
 from auraflux.weights.fields import COUNT, HEAD, LAYERS, MOST_LAYERS, NAMES, TOKEN_COUNT
 from auraflux.weights.formats.untrusted import either, string
 from auraflux.weights.loader import Weights

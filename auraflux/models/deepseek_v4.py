@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from auraflux.adapters.linears import add_norm_scores, linear, linears, run_experts
 from auraflux.cache import CompressedShape
 from auraflux.errors import FormatError
 from auraflux.models.compressed_attention import HEAVY, SPARSE, WINDOW, Attention, AttentionConfig, Index, Widths
@@ -16,18 +17,7 @@ from auraflux.models.hyper_connections import Connection, Hyper, HyperLayer, Rea
 from auraflux.models.layer import FeedForward, Layer, LayerInput, Mixer, Residual
 from auraflux.models.mixture import MixtureConfig
 from auraflux.models.rotation import RopeSettings, Rotation, rope_settings, rotation
-from auraflux.ops import (
-    Limit,
-    Routing,
-    add_norm_scores,
-    combine,
-    limited_swiglu,
-    linear,
-    linears,
-    rms_norm,
-    route,
-    weigh_experts,
-)
+from auraflux.ops import Limit, Routing, combine, limited_swiglu, rms_norm, route, weigh_experts
 from auraflux.weights.experts.load_layer import load_experts
 from auraflux.weights.fields import (
     COUNT,
@@ -246,7 +236,7 @@ class Mixture(FeedForward):
     def __call__(self, inputs: LayerInput) -> Residual:
         """Return the residual stream and the next delta, both [T, H]."""
         h, residual, (scores,) = add_norm_scores(*inputs, (self.router,), (None,))
-        found = self.experts(h, *self._chosen(scores))
+        found = run_experts(self.experts, h, *self._chosen(scores))
         gate, up = linears(h, self.first)
         return residual, combine(found, linear(limited_swiglu(gate, up, self.limit), self.down))
 

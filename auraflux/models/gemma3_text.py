@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from auraflux.adapters.linears import add_norm_linears, linear
 from auraflux.cache import AttentionShape, Batch, MixedBatch
 from auraflux.models import attention, mlp
 from auraflux.models.attention import Heads
@@ -16,7 +17,7 @@ from auraflux.models.config import Keys
 from auraflux.models.decoder import Decoder, text_name
 from auraflux.models.layer import FeedForward, LayerInput, Mixer, Residual
 from auraflux.models.rotation import RopeSettings, Rotation, rope_settings, rotation
-from auraflux.ops import add_norm_linears, geglu, linear, rms_norm
+from auraflux.ops import geglu, rms_norm
 from auraflux.weights.fields import COUNT, FACTOR, HEAD, LAYER_INTERVAL, THETA
 from auraflux.weights.loader import Weights
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from auraflux.adapters.linears import add_norm_linears, linear, run_experts
 from auraflux.cache import AttentionShape, Batch, Cache, MixedBatch
 from auraflux.errors import FormatError
 from auraflux.models import attention
@@ -22,7 +23,7 @@ from auraflux.models.layer import FeedForward, LayerInput, Mixer, Residual
 from auraflux.models.mixture import MixtureConfig
 from auraflux.models.mlp import MLP as Gated
 from auraflux.models.rotation import RopeSettings, Rotation, rope_settings, rotation
-from auraflux.ops import Gelu, Routing, add_norm_linears, combine, embed, geglu, linear, per_layer_inputs, rms_norm, route
+from auraflux.ops import Gelu, Routing, combine, embed, geglu, per_layer_inputs, rms_norm, route
 from auraflux.weights.experts.load_layer import load_experts
 from auraflux.weights.experts.resident import ExpertPredictor
 from auraflux.weights.fields import COUNT, FACTOR, HEAD, LAYERS, WIDTH_OR_NONE
@@ -275,7 +276,7 @@ class MLPWithMixture(MLP):
     def __call__(self, inputs: LayerInput) -> Residual:
         total, found = self.plain(inputs)
         ids, weights = self.choose(total)
-        mixed = self.experts(rms_norm(total, self.before, self.eps), ids, weights)
+        mixed = run_experts(self.experts, rms_norm(total, self.before, self.eps), ids, weights)
         both = combine(rms_norm(found, self.mlp_norm, self.eps), rms_norm(mixed, self.mixed_norm, self.eps))
         return total, rms_norm(both, self.norm, self.eps)
 

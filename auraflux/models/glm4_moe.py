@@ -1,5 +1,9 @@
-"""GLM 4 mixtures and MiniMax M2: grouped-query attention with partial RoPE, and DeepSeek V3's routing."""
+"""GLM 4 mixtures and relatives: grouped-query attention, in some with partial RoPE, and DeepSeek V3's routing.
 
+MiniMax M2, Solar Open, dots.llm1 and Hunyuan 3 differ in norms, windows and names.
+"""
+
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +14,14 @@ from auraflux.models.mixture import MixtureConfig, biased_mixture
 from auraflux.models.mtp import MTPNames, after_last
 from auraflux.models.rotation import rope_settings, rotated_share, rotation
 from auraflux.ops import Routing
-from auraflux.weights.fields import LAYERS
+from auraflux.weights.fields import FACTOR, LAYERS, SHARED_EXPERTS
 from auraflux.weights.formats.untrusted import FLAG, integer
 from auraflux.weights.loader import Weights
+
+# Hunyuan 3's names within a mixture, as published and in transformers
+HUNYUAN_BIAS = "expert_bias"
+HUNYUAN_NAMES = {"router.gate.": "gate.", "e_score_correction_bias": HUNYUAN_BIAS, "shared_mlp.": "shared_experts."}
+HUNYUAN = re.compile(r"\.mlp\.(router\.gate\.|e_score_correction_bias|shared_mlp\.)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,16 +37,23 @@ class Config(qwen3_moe.Config):
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "Config":
-        keys, plain = Keys(config), llama.Config.from_hf(config)
+        keys = Keys(config)
+        if keys.kind == "solar_open":
+            # all of its layers are mixtures
+            keys = keys.changed({"intermediate_size": keys.expert_inner, "first_k_dense_replace": 0})
+        plain = llama.Config.from_hf(keys.found)
         keys.only("scoring_func", "sigmoid")
         width = _rotated_channels(keys, plain.head_width)
         its_rotation = rotation(keys, width, rope_settings(keys), by_context=True)
-        return cls(**vars(plain) | (_minimax(keys) if keys.kind == "minimax_m2" else _glm(keys)) | {"rotation": its_rotation})
+        return cls(**vars(plain) | OF_KIND.get(keys.kind or "", _deepseek)(keys) | {"rotation": its_rotation})
 
 
 def _glm(keys: Keys) -> dict[str, Any]:
+    return {**_deepseek(keys), "head_norms": llama.EACH if keys.get("use_qk_norm", FLAG, False) else None}
+
+
+def _deepseek(keys: Keys) -> dict[str, Any]:
     return {
-        "head_norms": llama.EACH if keys.get("use_qk_norm", FLAG, False) else None,
         "mixture": deepseek_v3.mixture(keys),
         "sparse": frozenset(index for index, sparse in enumerate(deepseek_v3.sparse_layers(keys)) if sparse),
         "home": "mlp",
@@ -59,11 +75,30 @@ def _minimax(keys: Keys) -> dict[str, Any]:
     }
 
 
+def _hunyuan(keys: Keys) -> dict[str, Any]:
+    count, chosen = keys.experts("num_experts")
+    routing = Routing(chosen, "sigmoid", renormalize=True, scale=keys.get("router_scaling_factor", FACTOR, 2.826))
+    inner, layers = keys.expert_inner, range(keys.layers)
+    sparse = deepseek_v3.sparse_layers(keys) if "mlp_layer_types" in keys else [index > 0 for index in layers]
+    return {
+        "mixture": MixtureConfig(count, inner, routing, inner * keys.get("num_shared_experts", SHARED_EXPERTS, 1) or None),
+        "sparse": frozenset(index for index in layers if sparse[index]),
+        "home": "mlp",
+        "bias": HUNYUAN_BIAS,
+        "extra": 0,
+    }
+
+
+OF_KIND = {"glm4_moe": _glm, "minimax_m2": _minimax, "hy_v3": _hunyuan}
+
+
 def _rotated_channels(keys: Keys, width: int) -> int:
     """Return the number of channels of a head that RoPE rotates."""
     part = rotated_share(keys, rope_settings(keys))
+    if part is None and keys.kind == "minimax_m2":
+        return keys.get("rotary_dim", integer(0, 1 << 16), width)
     if part is None:
-        return keys.get("rotary_dim", integer(0, 1 << 16), width) if keys.kind == "minimax_m2" else width // 2
+        return width // 2 if keys.kind == "glm4_moe" else width
     return int(width * part)
 
 
@@ -71,6 +106,12 @@ class Model(qwen3_moe.Model):
     """Qwen3's model with biased routing."""
 
     config: Config
+
+    def __init__(self, config: Config, weights: Weights):
+        if config.bias == HUNYUAN_BIAS:
+            # an MTP layer, which transformers does not run either
+            weights.skip_prefix(f"model.layers.{config.layers}.")
+        super().__init__(config, weights)
 
     @classmethod
     def mtp_names(cls, config: Config) -> MTPNames | None:  # type: ignore[override]
@@ -80,4 +121,9 @@ class Model(qwen3_moe.Model):
         return biased_mixture(weights, name, self.config.hidden, mixture, self.config.bias)
 
 
-rename, make_caches = qwen3_moe.rename, qwen3_moe.make_caches
+def rename(name: str) -> str | None:
+    ours = qwen3_moe.rename(name)
+    return None if ours is None else HUNYUAN.sub(lambda match: f".mlp.{HUNYUAN_NAMES[match[1]]}", ours)
+
+
+make_caches = qwen3_moe.make_caches

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from auraflux.adapters.linears import linear
 from auraflux.cache import Batch
 from auraflux.models.layer import Layer, LayerInput, Residual
-from auraflux.ops import collapse_streams, expand_streams, linear, rms_norm, sum_streams
+from auraflux.ops import collapse_streams, expand_streams, rms_norm, sum_streams
 from auraflux.weights.loader import Weights
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from auraflux.adapters.linears import add_norm_linears, linear
 from auraflux.cache import Batch, ChannelDeltaShape, LatentShape
 from auraflux.errors import FormatError
 from auraflux.models import deepseek_v3
@@ -19,7 +20,7 @@ from auraflux.models.mtp import MTPNames, after_last
 from auraflux.models.qwen3_5_moe import ATTENTION, DELTA, TAPS, UNIT_EPS, taps_of
 from auraflux.models.qwen3_moe import PARTS
 from auraflux.models.rotation import Rotation
-from auraflux.ops import add_norm_linears, channel_gates, linear, qk_norm, rms_norm, sigmoid_gate
+from auraflux.ops import channel_gates, qk_norm, rms_norm, sigmoid_gate
 from auraflux.weights import fields
 from auraflux.weights.fields import COUNT, HEAD, LAYERS, MOST_LAYERS, Fields
 from auraflux.weights.formats.untrusted import list_of

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from auraflux.adapters.linears import add_norm_linears, add_norm_scores, linears
 from auraflux.cache import Batch, MixedBatch
-from auraflux.ops import add_norm_linears, add_norm_scores, add_rms_norm, linears, rms_norm
+from auraflux.ops import add_rms_norm, rms_norm
 from auraflux.weights.experts.resident import ExpertPredictor
 from auraflux.weights.formats.stored import Stored
 

@@ -16,7 +16,7 @@ from auraflux.weights.formats.untrusted import FLAG, integer
 from auraflux.weights.loader import Weights
 
 EACH, ALL = "each", "all"
-NORMS = {"qwen3": EACH, "qwen3_moe": EACH, "olmoe": ALL, "minimax_m2": ALL}
+NORMS = {**dict.fromkeys(("qwen3", "qwen3_moe", "dots1", "hy_v3"), EACH), **dict.fromkeys(("olmoe", "minimax_m2"), ALL)}
 SLIDING, FULL = "sliding_attention", "full_attention"
 # with a window in every layer, and with one where use_sliding_window says so
 WINDOWED, SWITCHED = ("mistral", "ministral3", "mixtral"), ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
@@ -74,6 +74,11 @@ def _windows(keys: Keys) -> tuple[int | None, ...]:
     window = keys.sliding_window()
     if keys.kind in WINDOWED:
         return (window,) * keys.layers
+    if keys.kind == "dots1":
+        last = keys.get("max_window_layers", integer(0, 1 << 16), 62)
+        listed = keys.layer_types(SLIDING, FULL) if "layer_types" in keys else None
+        kinds = listed or tuple(SLIDING if window is not None and i >= last else FULL for i in range(keys.layers))
+        return tuple(keys.window() if kind == SLIDING else None for kind in kinds)
     kinds = _layer_types(keys) if keys.kind in SWITCHED else (FULL,) * keys.layers
     if SLIDING in kinds and not keys.get("use_sliding_window", FLAG, False):
         raise FormatError(f"{keys.title} has layer_types {SLIDING} and use_sliding_window false. Make one fit the other.")

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from auraflux.adapters.linears import linear, run_experts, run_mixture, shared_output
 from auraflux.models.layer import FeedForward, LayerInput, PreparedInput, Residual
 from auraflux.models.mlp import MLP, SquareMLP
-from auraflux.ops import Activation, ReluSquare, Routing, SharedExpert, combine, linear, rms_norm, route
-from auraflux.ops.moe.reference import shared_result
+from auraflux.ops import Activation, ReluSquare, Routing, SharedExpert, combine, rms_norm, route
 from auraflux.weights.experts.load_layer import load_experts
 from auraflux.weights.experts.resident import ExpertPredictor, LayerExperts, MixtureInput
 from auraflux.weights.formats.stored import Stored
@@ -52,9 +52,8 @@ class Mixture(FeedForward):
         biases = (self.router_bias, None)[: len(weights)]
         h, residual, products = inputs.scores(weights, biases)
         gate = None if self.shared_gate is None else products[1].view(-1)
-        return self.experts.forward(
-            MixtureInput(h, products[0], self.routing, self.choice_bias, residual, self.shared, gate)
-        ), None
+        rest = self.routing, self.choice_bias, residual, self.shared, gate
+        return run_mixture(self.experts, MixtureInput(h, products[0], *rest)), None
 
     def link_prefetch(self, following: ExpertPredictor | None, norm: Tensor, eps: float) -> ExpertPredictor:
         """Take the predictor of the next mixture's experts; return that of this mixture's."""
@@ -83,8 +82,8 @@ class LatentMixture(Mixture):
         """Return the residual stream with the output added, [T, H], and no delta."""
         h, residual, (scores,) = inputs.scores((self.router,), (self.router_bias,))
         ids, weights = route(scores, self.routing, self.choice_bias)
-        found = linear(self.experts(linear(h, self.narrow), ids, weights), self.wide)
-        shared = shared_result(h, self.shared)
+        found = linear(run_experts(self.experts, linear(h, self.narrow), ids, weights), self.wide)
+        shared = shared_output(h, self.shared)
         return combine(residual, found, None if shared is None else self.join(shared)), None
 
 

@@ -1,7 +1,8 @@
 """The gated MLP of most families, and MLPs without a gate."""
 
+from auraflux.adapters.linears import add_norm_gate_up, add_norm_linears, linear
 from auraflux.models.layer import FeedForward, LayerInput, Residual
-from auraflux.ops import SharedExpert, add_norm_gate_up, add_norm_linears, combine, linear, relu_square
+from auraflux.ops import SharedExpert, combine, relu_square
 from auraflux.weights.loader import Weights
 
 

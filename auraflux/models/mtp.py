@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from auraflux.adapters.linears import linear
 from auraflux.cache import Batch, Cache
-from auraflux.ops import combine, linear, rms_norm
+from auraflux.ops import combine, rms_norm
 from auraflux.weights.formats.stored import Checkpoint, Stored
 from auraflux.weights.names import Rename, ours
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from auraflux.adapters.linears import add_norm_linears, linear
 from auraflux.cache import AttentionShape, Batch, ScanShape
 from auraflux.errors import FormatError
 from auraflux.models import decoder
@@ -23,7 +24,7 @@ from auraflux.models.mixture import MixtureConfig, biased_mixture
 from auraflux.models.mlp import NoMLP, SquareMLP
 from auraflux.models.qwen3_5_moe import TAPS, taps_of
 from auraflux.models.rotation import Rotation
-from auraflux.ops import ReluSquare, add_norm_linears, group_rms_norm, linear, scan_gates
+from auraflux.ops import ReluSquare, group_rms_norm, scan_gates
 from auraflux.weights.fields import COUNT, EPS, HEAD, LAYER_COUNT, MOST_LAYERS, NAMES, WIDTH
 from auraflux.weights.formats.untrusted import OBJECT, either, list_of, listed, number, shown, string
 from auraflux.weights.loader import Weights

@@ -10,14 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from auraflux.adapters.linears import linears
 from auraflux.cache import Batch
 from auraflux.errors import FormatError
 from auraflux.models.ngram_rows import Grams, offsets, rows_of
-from auraflux.ops import (
-    gate_values,
-    linears,
-    norm_streams,
-)
+from auraflux.ops import gate_values, norm_streams
 from auraflux.ops._recording import recorder
 from auraflux.weights.experts.row_table import PendingRows, RowSource
 from auraflux.weights.formats.stored import is_placeholder

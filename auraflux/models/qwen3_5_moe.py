@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from auraflux.adapters.linears import linear
 from auraflux.cache import AttentionShape, Batch, RecurrentShape
 from auraflux.errors import FormatError
 from auraflux.models import llama, qwen3_moe
@@ -21,7 +22,7 @@ from auraflux.models.mixture import MixtureConfig
 from auraflux.models.mtp import MTPNames
 from auraflux.models.qwen3_moe import sparse_layers
 from auraflux.models.rotation import rope_settings, rotated_share, rotation
-from auraflux.ops import Routing, delta_gates, gated_rms_norm, linear, qk_norm, rms_norm, sigmoid_gate
+from auraflux.ops import Routing, delta_gates, gated_rms_norm, qk_norm, rms_norm, sigmoid_gate
 from auraflux.weights.fields import COUNT, EXPERTS, HEAD, LAYER_INTERVAL, WIDTH_OR_NONE
 from auraflux.weights.formats.stored import Stored, dense
 from auraflux.weights.formats.untrusted import FLAG

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from auraflux.adapters.linears import linear
 from auraflux.cache import Batch, BlockSparseShape, Cache, MixedBatch, NGramShape, RecurrentShape
 from auraflux.cache.layers.compressed import CompressionWeights
 from auraflux.errors import FormatError
@@ -23,15 +24,7 @@ from auraflux.models.ngram_embedding import NGramConfig, NGramEmbedding
 from auraflux.models.ngram_rows import Grams
 from auraflux.models.qwen3_5_moe import ATTENTION, DELTA, Delta, rename
 from auraflux.models.qwen3_moe import sparse_layers
-from auraflux.ops import (
-    gate_streams,
-    linear,
-    norm_streams,
-    rms_norm,
-    sigmoid_gate,
-    split_q_gate,
-    write_streams,
-)
+from auraflux.ops import gate_streams, norm_streams, rms_norm, sigmoid_gate, split_q_gate, write_streams
 from auraflux.weights.fields import (
     COUNT,
     EXPERTS,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import islice, pairwise
 from typing import Any
 
+from auraflux.adapters.loaded import adapter_number
 from auraflux.engine.engine import Engine
 from auraflux.engine.request import Output, Request, ThinkingBudget
 from auraflux.engine.thinking import ThinkingMatcher, TokenMatcher
@@ -30,6 +31,7 @@ class Admission:
     def check(self, request: Request) -> None:
         """Refuse a request that cannot be served."""
         context, sampling = self.engine.cache.context, request.sampling
+        adapter_number(self.engine.adapters, request.adapter)
         if not request.prompt:
             raise InputError("the prompt is empty: there is nothing to continue.")
         vocab, tokens = self.engine.model.config.vocab, (*request.prompt, *sampling.logit_bias)
@@ -68,7 +70,8 @@ class Admission:
         images = None
         if request.images and self.engine.vision is not None:
             images = self.engine.vision.prompt_images(len(prompt), request.images)
-        return Sequence(request, generated, on_output, self._checkpoint_lengths(request), images)
+        adapter = adapter_number(self.engine.adapters, request.adapter)
+        return Sequence(request, generated, on_output, self._checkpoint_lengths(request), images, adapter)
 
     def _matcher(self, grammar: str, stops: frozenset[int]) -> Matcher:
         if self._grammars is None:

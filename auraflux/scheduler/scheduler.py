@@ -184,7 +184,7 @@ class Scheduler:
         for sequence in queued:
             if len(self._running) == self.max_sequences:
                 return
-            entry, hit_tokens, _ = self.prefix_cache.match(sequence.reusable_ids)
+            entry, hit_tokens, _ = self.prefix_cache.match(sequence.reusable_ids, sequence.adapter)
             if self._is_being_prefilled(sequence, hit_tokens) or self._is_loading_prefix(sequence):
                 continue
             if self._running and not self._fits(sequence, hit_tokens if entry is not None and entry.live else 0):
@@ -197,7 +197,9 @@ class Scheduler:
         """Return whether a running sequence is prefilling more of this prompt than the prefix cache has."""
         page, ids = self.engine.cache.page, sequence.reusable_ids
         return any(
-            other.uncomputed > 0 and min(common_length(other.prefix_ids, ids), len(ids) - 1) >= hit_tokens + page
+            other.uncomputed > 0
+            and other.adapter == sequence.adapter
+            and min(common_length(other.prefix_ids, ids), len(ids) - 1) >= hit_tokens + page
             for other in self._running
         )
 
@@ -205,7 +207,8 @@ class Scheduler:
         """Return whether a prefix of this prompt is still being read from disk; insert it into the prefix cache once read."""
         if not sequence.disk_checked:
             sequence.disk_checked = True
-            sequence.disk_fetch = None if sequence.needs_hidden else self.prefix_cache.fetch(sequence.prefix_ids)
+            fetches = not sequence.needs_hidden
+            sequence.disk_fetch = self.prefix_cache.fetch(sequence.prefix_ids, sequence.adapter) if fetches else None
         if sequence.disk_fetch is None:
             return False
         if not sequence.disk_fetch.done():
@@ -230,7 +233,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> None:
         """Branch a sequence from the prefix cache and let it run."""
-        start = self.prefix_cache.open(sequence.reusable_ids)
+        start = self.prefix_cache.open(sequence.reusable_ids, sequence.adapter)
         # it may have been preempted before its prompt was computed
         sequence.restart()
         sequence.kv_sequence = start.sequence

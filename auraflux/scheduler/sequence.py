@@ -22,6 +22,7 @@ class Sequence:
     kv_sequence         its pages in the cache; None while it is queued. It decodes once all tokens but the last are computed
     prefix_entry        lets other prompts branch from it
     checkpoint_lengths  lengths at which prefill makes a checkpoint, ascending
+    adapter             number of the request's adapter; None without one
     cached_tokens       prompt tokens that the prefix cache had at first admission
     disk_checked        whether the prefixes on disk were searched
     disk_fetch          the prefix being read from disk
@@ -42,9 +43,10 @@ class Sequence:
         on_output: Callable[[Output], None],
         checkpoint_lengths: list[int],
         images: PromptImages | None = None,
+        adapter: int | None = None,
     ):
         self.request, self.generated, self.on_output = request, generated, on_output
-        self.checkpoint_lengths, self.images = checkpoint_lengths, images
+        self.checkpoint_lengths, self.images, self.adapter = checkpoint_lengths, images, adapter
         self.ids = list(request.prompt)
         self._prompt_ids = None if images is None else prefix_ids(request.prompt, images.spans)
         self.kv_sequence: KVSequence | None = None

@@ -44,6 +44,7 @@ class Listing:
     default_sampling  settings of requests that leave them out; None before it is loaded
     loaded            None while it is not
     aliases           other names
+    adapters          names of its adapters
     fills_middle      whether it can fill in the middle
     takes_images      whether messages may have images
     """
@@ -60,6 +61,7 @@ class Listing:
     aliases: tuple[str, ...] = ()
     fills_middle: bool = False
     takes_images: bool = False
+    adapters: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, facts: ModelFacts, tokenizer: Tokenizer | None, aliases: tuple[str, ...] = ()) -> "Listing":
@@ -77,4 +79,5 @@ class Listing:
             aliases,
             tokenizer is not None and find_fill_tokens(tokenizer) is not None,
             facts.images is not None,
+            facts.adapters,
         )

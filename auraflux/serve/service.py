@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from auraflux.serve.listing import KeepAlive, Listing
 from auraflux.serve.metrics import Metrics, ModelMetrics, Tally
 from auraflux.serve.parse import Syntax, find_syntax
 from auraflux.serve.transport.link import Link, ModelFacts
+from auraflux.serve.transport.model_names import adapter_of, is_model
 from auraflux.tokenizer.tokenizer import Tokenizer
 from auraflux.vision.messages import take_images
 from auraflux.vision.processor import place_images
@@ -46,12 +48,14 @@ class Service:
     """Access to the model over a link, within limits.
 
     aliases   other names of the model
+    adapter   of its requests; None for the model alone
     draining  whether the server is stopping: running requests finish, new ones are refused
     created   start time, in seconds since 1970
     """
 
     def __init__(self, link: Link, limits: Limits | None = None, *, aliases: tuple[str, ...] = (), tally: Tally | None = None):
         self.link, self.limits, self.aliases = link, limits or Limits(), aliases
+        self.adapter: str | None = None
         self.tally = tally or Tally()
         self.metrics = Metrics(lambda: [ModelMetrics(link.facts.name if link.facts else "", self.tally, link.gauges)])
         self.draining, self.created = False, int(time.time())
@@ -101,12 +105,21 @@ class Service:
         """Raise Failure 404 if `name` is another model; None stands for the served one."""
         served = self.facts.name
         if name and not self.serves(name):
-            message = f"The model {name!r} is not served here. The served model: {served}."
+            adapters = f", with the adapters {', '.join(self.facts.adapters)}" if self.facts.adapters else ""
+            message = f"The model {name!r} is not served here. The served model: {served}{adapters}."
             raise Failure(404, message, code="model_not_found", param="model")
 
     def serves(self, name: str) -> bool:
-        """Return whether `name` is the served model's, also with Ollama's tag."""
-        return not {self.facts.name, *self.aliases}.isdisjoint((name, name.removesuffix(":latest")))
+        """Return whether `name` is the served model's or one of its adapters'."""
+        return is_model(self.facts, self.aliases, name) or adapter_of(self.facts, self.aliases, name) is not None
+
+    def for_model(self, name: str | None) -> "Service":
+        """Return the service whose requests use the adapter that a name of a model gives."""
+        if (adapter := adapter_of(self.facts, self.aliases, name)) is None:
+            return self
+        found = copy(self)
+        found.adapter = adapter
+        return found
 
     def knows(self, name: str) -> bool:
         return self.serves(name)
@@ -116,7 +129,7 @@ class Service:
         parse_keep_alive(keep_alive)
         self.check_ready()
         self.check_model(name)
-        return self
+        return self.for_model(name)
 
     async def unload(self, name: str) -> bool:
         self.check_model(name)
@@ -361,7 +374,7 @@ class Service:
         return outputs
 
     def _start(self, request: Request, parser: OutputParser, parallel: bool) -> ChatOutput:
-        stream = self.link.submit(request)
+        stream = self.link.submit(replace(request, adapter=self.adapter))
         output = ChatOutput(
             stream,
             parser,

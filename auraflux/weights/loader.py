@@ -23,6 +23,7 @@ from auraflux.weights.experts.store import ExpertStore, map_experts
 from auraflux.weights.formats.row_layout import RECORDS
 from auraflux.weights.formats.stored import Checkpoint, Stored, dense, is_placeholder
 from auraflux.weights.formats.untrusted import listed, shown
+from auraflux.weights.named_weights import NamedWeight, NamedWeights
 from auraflux.weights.names import ROUTERS, Rename, ours
 from auraflux.weights.parallel.expert_parallel import ExpertSharding
 from auraflux.weights.parallel.tensor_slices import UNSLICED, Slices, cut, group_of
@@ -89,6 +90,7 @@ class Weights:
             if name is not None:
                 self._stored[name] = stored
         self._unloaded = set(self._stored)
+        self.named = NamedWeights()
         self._missing: list[str] = []
         # name -> width, of matrices that no group divides
         self.unquantized: dict[str, int] = {}
@@ -212,7 +214,9 @@ class Weights:
             found = self._take(f"{name}.weight", (rows if take is None else None, width))
         if take is not None and not is_placeholder(found):
             found = self._select(f"{name}.weight", found, take)
-        return self.complete(f"{name}.weight", self.to_kernel_layout(self.quantized(found, f"{name}.weight"), in_order))
+        made = self.complete(f"{name}.weight", self.to_kernel_layout(self.quantized(found, f"{name}.weight"), in_order))
+        self.named.linears[name].append(NamedWeight(made, take))
+        return made
 
     def row_shard(self, name: str, rows: int, width: int, some: range, in_order: bool = False) -> Stored:
         """Load this rank's rows of a matrix."""

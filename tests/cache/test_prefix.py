@@ -100,7 +100,7 @@ class Play:
             self.finish_one(0)
         self.store.clear()
         assert len(self.store) == 0
-        assert not self.store._tree._root.children
+        assert not any(tree._root.children for tree in self.store._trees.values())
         assert self.cache.nbytes == 0
         assert list(self.cache.checkpoints) == []
 

@@ -1,6 +1,7 @@
 """`auraflux eval`: table, JSON and plots; errors in one sentence."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,10 @@ def test_invalid_settings_are_refused_in_one_sentence(words: list[str], match: s
     found = run(*SHORT, *words)
     assert found.exit_code == code
     assert match in found.output
+
+
+def test_tasks_need_lm_eval(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    done = CliRunner().invoke(main, ["eval", "--task", "arc_easy"])
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: --task needs lm-eval: pip install 'lm-eval[api]'")

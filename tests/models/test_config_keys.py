@@ -36,6 +36,8 @@ OTHERWISE: dict[str, set[str]] = {
     **dict.fromkeys(MLA, LATENT),
     # time steps are not clamped, see docs/models.md
     "nemotron_h": {"time_step_min"},
+    # sums are float32 here
+    "hy_v3": {"enable_moe_fp32_combine"},
     # the rows of its tables are read from their tensors
     "qwen4_exp_text": {"make_ngram_vocab_size_divisible_by"},
 }
@@ -44,6 +46,7 @@ EXPERTS = {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"mlp_only_layers": [0]},
     "glm4_moe": {"head_dim": 128},
+    "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 8},
     "gemma4_text": {"per_layer_config": None, "enable_moe_block": True, **EXPERTS},
     "gemma4_unified_text": {"per_layer_config": None},
     "qwen4_exp_text": {

@@ -6,7 +6,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, MiniMaxM2Config, MiniMaxM2ForCausalLM
+from transformers import (
+    Dots1Config,
+    Dots1ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    HYV3Config,
+    HYV3ForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    SolarOpenConfig,
+    SolarOpenForCausalLM,
+)
 
 from auraflux.errors import FormatError
 from auraflux.models.glm4_moe import Config
@@ -40,12 +51,39 @@ def minimax(**changes: Any) -> MiniMaxM2ForCausalLM:
     return sharpen_routers(MiniMaxM2ForCausalLM(MiniMaxM2Config(**{**SHARED, **MINIMAX, "rope_parameters": HALF, **changes})))
 
 
+def solar(**changes: Any) -> SolarOpenForCausalLM:
+    torch.manual_seed(0)
+    sizes = {key: value for key, value in GLM.items() if key != "intermediate_size"}
+    return sharpen_routers(SolarOpenForCausalLM(SolarOpenConfig(**{**SHARED, **sizes, **changes})))
+
+
+def dots(**changes: Any) -> Dots1ForCausalLM:
+    torch.manual_seed(0)
+    sizes = {**SHARED, **GLM, "n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": True}
+    return sharpen_routers(Dots1ForCausalLM(Dots1Config(**{**sizes, **changes})))
+
+
+def hunyuan(**changes: Any) -> HYV3ForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"intermediate_size": 200, "moe_intermediate_size": 60, "num_experts": 7, "num_shared_experts": 1}
+    return sharpen_routers(HYV3ForCausalLM(HYV3Config(**{**SHARED, **sizes, **changes})))
+
+
+DOTS_WINDOWS = {"sliding_window": 40, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
 VARIANTS = {
     "glm": glm,
     "glm-normed-biased": lambda: glm(use_qk_norm=True, attention_bias=True, n_shared_experts=2),
     "glm-groups": lambda: glm(n_group=3, topk_group=2, first_k_dense_replace=2, norm_topk_prob=False),
     "glm-full-rotary": lambda: glm(rope_parameters={**HALF, "partial_rotary_factor": 1.0}, tie_word_embeddings=True),
     "minimax": minimax,
+    "solar": solar,
+    "solar-odd": lambda: solar(
+        head_dim=20, n_shared_experts=2, num_experts_per_tok=1, num_attention_heads=3, num_key_value_heads=3
+    ),
+    "dots": dots,
+    "dots-windows": lambda: dots(n_group=3, topk_group=2, num_key_value_heads=1, routed_scaling_factor=2.5, **DOTS_WINDOWS),
+    "hunyuan": hunyuan,
+    "hunyuan-odd": lambda: hunyuan(mlp_layer_types=["sparse", "dense", "sparse"], head_dim=18, router_scaling_factor=1.3),
     "minimax-odd-heads": lambda: minimax(num_attention_heads=3, num_key_value_heads=1, head_dim=48, num_experts_per_tok=9),
 }
 

@@ -26,6 +26,7 @@ ROWS = {
     **dict.fromkeys(("rotate", "encode", "rms_norm", "layer_norm", "split_q_gate", "relu_square"), ("x",)),
     "sigmoid_gate": ("x", "gate"),
     "embed": ("ids",),
+    "add_lora": ("y", "x", "slots"),
     "decode": ("codes", "norms"),
     "add_rms_norm": ("x", "residual"),
     **dict.fromkeys(("gated_rms_norm", "group_rms_norm"), ("x", "z")),
@@ -137,7 +138,7 @@ def parted(case: Case, backend: str = "cpu") -> str | None:
     with torch.device(backend):
         together, alone = (case.args() if backend == "cpu" else in_row_layout(case.args()) for _ in range(2))
         calls = list(single(case, alone))
-    writes = case.op.name in SEQUENCE_OPS or case.op.name in ("gated_delta_step", "expert_parts")
+    writes = case.op.name in SEQUENCE_OPS or case.op.name in ("gated_delta_step", "expert_parts", "add_lora")
     with exact(case.exact):
         try:
             whole = results(case, together, backend)

@@ -132,7 +132,8 @@ async def models(request: Request) -> Response:
     model = {"id": "example-model", "object": "model", "owned_by": "auraflux", "max_model_len": 131_072, "kv": "k8v4"}
     if request.app.state.defaults:
         model["default_sampling"] = request.app.state.defaults
-    return JSONResponse({"object": "list", "data": [model]})
+    further = [{**model, "id": name} for name in request.app.state.further]
+    return JSONResponse({"object": "list", "data": [model, *further]})
 
 
 async def ready(request: Request) -> Response:
@@ -173,6 +174,7 @@ def stub(key: str = "", loading: int = 0) -> Starlette:
     ]
     made = Starlette(routes=[*routes(), *api])
     made.state.key, made.state.loading, made.state.received, made.state.defaults = key, loading, [], {}
+    made.state.further = []
     return made
 
 

@@ -4,7 +4,7 @@ An entry is a suspended `KVSequence`: it owns its pages and checkpoints until me
 branches from it and shares its pages, with copy on write. Sequences that are still decoding can be branched from, too.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
@@ -54,7 +54,8 @@ class PrefixCache:
 
     def __init__(self, cache: Cache, disk: PrefixDisk | None = None):
         self.cache, self.disk = cache, disk
-        self._tree: RadixTree[PrefixEntry] = RadixTree()
+        # keys and values depend on the adapter that computed them
+        self._trees: dict[int | None, RadixTree[PrefixEntry]] = defaultdict(RadixTree)
         # entries that are not live, the least recently used first
         self._entries: OrderedDict[PrefixEntry, None] = OrderedDict()
         cache.evict_prefix = self._evict
@@ -63,14 +64,16 @@ class PrefixCache:
         """Return the number of entries that are not live."""
         return len(self._entries)
 
-    def match(self, prompt: list[int]) -> tuple[PrefixEntry | None, int, int]:
+    def match(self, prompt: list[int], adapter: int | None = None) -> tuple[PrefixEntry | None, int, int]:
         """Find the entry with the most reusable tokens of a prompt; return it, these tokens, and the longest shared prefix.
+
+        Only entries of the same adapter are found.
 
         The last token of a prompt is never reused: its logits are needed.
         """
         wanted = prompt[:-1]
         best, reused, shared = None, 0, 0
-        for entry, common in islice(self._tree.find(wanted), MAX_CANDIDATES):
+        for entry, common in islice(self._trees[adapter].find(wanted), MAX_CANDIDATES):
             shared = max(shared, common)
             if common <= reused:
                 break
@@ -79,11 +82,13 @@ class PrefixCache:
                 best, reused = entry, reusable
         return best, reused, shared
 
-    def open(self, prompt: list[int]) -> PrefixHit:
+    def open(self, prompt: list[int], adapter: int | None = None) -> PrefixHit:
         """Open a sequence that holds as much of a prompt as is cached."""
-        entry, reused, shared = self.match(prompt)
+        entry, reused, shared = self.match(prompt, adapter)
         if entry is None:
-            return PrefixHit(self.cache.open(), 0, shared)
+            opened = self.cache.open()
+            opened.adapter = adapter
+            return PrefixHit(opened, 0, shared)
         if not entry.live:
             self._entries.move_to_end(entry)
         sequence = entry.sequence.branch(min(reused, entry.sequence.length))
@@ -92,12 +97,15 @@ class PrefixCache:
     def insert_live(self, ids: list[int], sequence: KVSequence) -> PrefixEntry:
         """Add a running sequence, so that prompts can branch from it."""
         entry = PrefixEntry(list(ids), sequence, live=True)
-        entry.node = self._tree.insert(entry.ids, entry)
+        return self._add(entry)
+
+    def _add(self, entry: PrefixEntry) -> PrefixEntry:
+        entry.node = self._trees[entry.sequence.adapter].insert(entry.ids, entry)
         return entry
 
     def remove(self, entry: PrefixEntry) -> None:
         """Remove an entry without closing its sequence."""
-        self._tree.remove(entry.node, entry)
+        self._trees[entry.sequence.adapter].remove(entry.node, entry)
         self._entries.pop(entry, None)
 
     def insert(self, ids: list[int], sequence: KVSequence) -> PrefixEntry | None:
@@ -107,18 +115,22 @@ class PrefixCache:
             return None
         sequence.suspend()
         entry = PrefixEntry(ids[: sequence.length], sequence, live=False)
-        for other, common in list(islice(self._tree.find(entry.ids), MAX_CANDIDATES)):
+        for other, common in list(islice(self._trees[sequence.adapter].find(entry.ids), MAX_CANDIDATES)):
             if other.live or common < len(other.ids):
                 continue
             # an entry that is a prefix of this one is redundant
             if sequence.truncatable_length(common) >= other.sequence.truncatable_length(other.sequence.length):
                 self._drop(other)
-        entry.node = self._tree.insert(entry.ids, entry)
-        self._entries[entry] = None
+        self._entries[self._add(entry)] = None
         return entry
 
     def _save(self, entry: PrefixEntry) -> None:
-        if self.disk is not None and entry.sequence.truncatable_length(entry.sequence.length) > 0:
+        # the disk does not know adapters
+        if (
+            self.disk is not None
+            and entry.sequence.adapter is None
+            and entry.sequence.truncatable_length(entry.sequence.length) > 0
+        ):
             self.disk.save(entry.ids, entry.sequence.snapshot())
 
     def save_all(self) -> None:
@@ -128,9 +140,9 @@ class PrefixCache:
             if self.disk is not None:
                 self.disk.wait()
 
-    def fetch(self, prompt: list[int]) -> "Future[Snapshot | None] | None":
+    def fetch(self, prompt: list[int], adapter: int | None = None) -> "Future[Snapshot | None] | None":
         """Start to read a prompt's prefix from disk; None where the disk has no longer prefix than memory."""
-        if self.disk is None:
+        if self.disk is None or adapter is not None:
             return None
         found, common = self.disk.find(prompt, not self.cache.needs_checkpoints)
         if found is None or common < self.match(prompt)[1] + self.cache.page:
@@ -181,7 +193,6 @@ class PrefixCache:
             return
         entry.sequence.truncate(remaining)
         shorter = PrefixEntry(entry.ids[:remaining], entry.sequence, live=False)
-        shorter.node = self._tree.insert(shorter.ids, shorter)
         # it stays the least recently used one
-        self._entries[shorter] = None
+        self._entries[self._add(shorter)] = None
         self._entries.move_to_end(shorter, last=False)

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from auraflux.adapters.names import check_names, parse_adapters
 from auraflux.cli.options.settings import cache_settings, expert_settings
 from auraflux.defaults import CALIBRATIONS, WEIGHT_BITS
 from auraflux.durations import parse_latency
@@ -61,6 +62,7 @@ def check_loading(model: str | None, chosen: dict[str, Any]) -> None:
     expert_settings(chosen)
     check_context(chosen["context"])
     check_calibration(chosen["calibrate"])
+    check_names(parse_adapters(chosen.get("adapters", ())))
     if chosen.get("ranks"):
         parse_parallel(chosen["ranks"], chosen["rank_hosts"], chosen["rank_timeout"], expert_counts=chosen["expert_counts"])
     elif chosen.get("rank_hosts"):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from auraflux.adapters.names import parse_adapters
 from auraflux.cli.options.early_checks import Bits, check_loading
 from auraflux.cli.options.importing import importing
 from auraflux.cli.options.renamed import Renamed
@@ -152,6 +153,13 @@ LOADING = [
     click.option("--exact", is_flag=True, help="Use float32 activations instead of int8 ones."),
     click.option("--invariant", is_flag=True, help="Make CUDA kernels batch-invariant; CPU kernels always are."),
     click.option(
+        "--adapter",
+        "adapters",
+        multiple=True,
+        metavar="NAME=FOLDER",
+        help="LoRA adapter (PEFT) that requests choose by NAME; may be given several times. generate and chat use the first.",
+    ),
+    click.option(
         "--speculate",
         metavar="ngram|mtp|MODEL",
         help="Speculative decoding: take draft tokens from n-grams of the sequence, the model's MTP head, or a smaller MODEL.",
@@ -252,6 +260,7 @@ def load_options(
         expert_memory=expert_settings(chosen),
         gpu_memory=chosen.get("gpu_memory"),
         calibrate=chosen["calibrate"],
+        adapters=parse_adapters(chosen.get("adapters", ())),
         speculate=chosen["speculate"],
         sampling=default_sampling(chosen),
         parallel=parallel,
@@ -340,6 +349,12 @@ def _follow_launched(model: str | None, wanted: "Parallel") -> None:
     follow(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), model, rank=rank, timeout_s=wanted.timeout_s)
     # open connections would keep the process alive
     os._exit(0)
+
+
+def first_adapter(chosen: dict[str, Any]) -> dict[str, str]:
+    """Return the adapter that a command without requests uses, as a setting of a generation."""
+    names = list(parse_adapters(chosen["adapters"]))
+    return {"adapter": names[0]} if names else {}
 
 
 def sampling(chosen: dict[str, Any]) -> dict[str, Any]:

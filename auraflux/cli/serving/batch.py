@@ -50,7 +50,8 @@ def batch(requests: Path, responses: Path, model: str | None, **chosen: Any) -> 
     """Run the requests of a file, and write their responses to another.
 
     REQUESTS has one request per line, as for OpenAI's Batch API: custom_id, method, url and body. The url is
-    /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings or /v1/rerank; the body's model is ignored.
+    /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings or /v1/rerank; the body's model counts only
+    if it is the name of an --adapter.
     RESPONSES gets a line for each as soon as it is complete. Run the command again after an interruption: requests that
     RESPONSES has are not run again.
     """
@@ -112,10 +113,13 @@ def _run(model: str | None, chosen: dict[str, Any], lines: "list[BatchLine]", jo
 
 async def _requests(connection: Any, lines: "list[BatchLine]", journal: "Journal") -> None:
     """Run the requests once the model is loaded; stop if its process ends."""
+    from dataclasses import replace
+
     from auraflux.progress import on_terminal
     from auraflux.serve.app import make_inner_app
     from auraflux.serve.batch.work import run_lines
     from auraflux.serve.service import Service
+    from auraflux.serve.transport.model_names import adapter_of
     from auraflux.serve.transport.pipe import PipeLink
 
     ready = asyncio.Event()
@@ -125,13 +129,16 @@ async def _requests(connection: Any, lines: "list[BatchLine]", journal: "Journal
     if link.facts is None:
         return
 
-    app, at_once = make_inner_app(Service(link)), 2 * link.facts.max_sequences
+    facts = link.facts
+    app, at_once = make_inner_app(Service(link)), 2 * facts.max_sequences
+    # a body names any model; only the name of an adapter counts
+    lines = [replace(line, body={**line.body, "model": adapter_of(facts, (), line.body.get("model"))}) for line in lines]
     with on_terminal() as report:
 
         def show() -> None:
             report("running: requests", sum(line.id in journal.done for line in lines), len(lines))
 
-        same: dict[str, Any] = {"outputs": journal, "errors": journal, "defaults": {"model": None}}
+        same: dict[str, Any] = {"outputs": journal, "errors": journal}
         work = asyncio.ensure_future(run_lines(app, lines, caller="batch", at_once=at_once, on_done=show, **same))
 
         def stop() -> None:

@@ -110,6 +110,8 @@ def settings_of(entry: "Entry", chosen: Mapping[str, Any]) -> dict[str, Any]:
             words.append(option if value else f"--no-{option[2:]}")
         elif isinstance(value, int | float | str):
             words += [option, str(value)]
+        elif isinstance(value, list) and all(isinstance(each, str) for each in value):
+            words += [word for each in value for word in (option, each)]
         else:
             raise SettingsError(f"models.{entry.name}: {name} is {value!r:.80}; give a number, a text, true or false.")
     command = options(SERVING)(click.command("serve")(lambda **_: None))

@@ -28,18 +28,16 @@ async def run_lines(
     caller: str,
     at_once: int,
     on_done: Callable[[], None] = lambda: None,
-    defaults: dict[str, Any] | None = None,
 ) -> None:
     """Run the requests that no journal has.
 
     outputs, errors  of successful and of failed requests; may be the same
-    defaults         fields that replace those of every body
     """
     left = iter([line for line in lines if line.id not in outputs.done and line.id not in errors.done])
 
     async def worker() -> None:
         for line in left:
-            status, request_id, body = await _answer(app, line, {**line.body, **(defaults or {})}, caller)
+            status, request_id, body = await _answer(app, line, line.body, caller)
             response = {"status_code": status, "request_id": request_id, "body": body}
             entry = {"id": f"batch_req_{uuid4().hex}", "custom_id": line.id, "response": response, "error": None}
             (outputs if status == 200 else errors).append(line.id, entry)

@@ -30,10 +30,22 @@ def routes(services: Services) -> list[Route]:
     """Return the routes about models."""
 
     async def list_models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model(each, services.created) for each in await services.listings()]})
+        found = [_model(each, services.created) for each in await services.listings()]
+        adapters = [_adapter(each, name) for each in found for name in each["adapters"]]
+        return JSONResponse({"object": "list", "data": [*found, *adapters]})
 
     async def one_model(request: Request) -> Response:
-        return JSONResponse(_model(await services.listing(request.path_params["model"]), services.created))
+        name = request.path_params["model"]
+        found = _model(await services.listing(name), services.created)
+        adapter = next(
+            (
+                each
+                for each in found["adapters"]
+                if name in (each, *(f"{of}:{each}" for of in (found["id"], *found["aliases"])))
+            ),
+            None,
+        )
+        return JSONResponse(found if adapter is None else _adapter(found, adapter))
 
     async def tokenize(request: Request) -> Response:
         body = await read_body(request, TokenizeRequest, services.limits)
@@ -94,6 +106,11 @@ async def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
     return await service.tokenize(tokenize_request_to_conversation(body, service.limits), body.add_generation_prompt)
 
 
+def _adapter(model: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the entry of an adapter, a model of its own to clients."""
+    return {**model, "id": name, "parent": model["id"], "aliases": [f"{model['id']}:{name}"], "adapters": []}
+
+
 def _model(model: Listing, created: int) -> dict[str, Any]:
     loaded, sampling = model.loaded, model.default_sampling
     return {
@@ -102,6 +119,8 @@ def _model(model: Listing, created: int) -> dict[str, Any]:
         "created": created,
         "owned_by": "auraflux",
         "aliases": list(model.aliases),
+        "adapters": list(model.adapters),
+        "parent": None,
         "loaded": loaded is not None,
         "max_model_len": model.context,
         "vocab_size": None if loaded is None else loaded.vocab,

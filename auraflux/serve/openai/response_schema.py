@@ -119,6 +119,8 @@ class ServedModel(BaseModel):
     created: int
     owned_by: str
     aliases: list[str]
+    adapters: list[str]
+    parent: str | None = Field(description="Of an adapter: the model that it changes.")
     loaded: bool
     max_model_len: int | None = Field(description="Most tokens of prompt and answer together; null if not known yet.")
     vocab_size: int | None

@@ -108,7 +108,7 @@ class ModelPool:
         if seconds is not None:
             slot.use.keep_alive_s = seconds
         lease(request, lambda: self._release(slot))
-        return slot.service
+        return slot.service.for_model(name)
 
     async def _until_open(self, slot: ModelSlot) -> None:
         end = self._now() + self._timeout_s

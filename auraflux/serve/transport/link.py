@@ -32,6 +32,7 @@ class ModelFacts:
     embedding      how it embeds inputs; None for a model whose files do not say
     images         how it takes images; None for a model that takes text only
     no_images      why it takes no images
+    adapters       names of its adapters
     """
 
     name: str
@@ -48,6 +49,7 @@ class ModelFacts:
     embedding: Embedding | None = None
     images: ImageProcessor | None = None
     no_images: str = ""
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

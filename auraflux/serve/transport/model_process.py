@@ -57,6 +57,7 @@ def facts_of(model: LanguageModel, name: str | None = None) -> ModelFacts:
         embedding=_facts(read_embedding, model.path),
         images=None if model.vision is None else model.vision.processor,
         no_images=model.no_images,
+        adapters=() if model.engine.adapters is None else tuple(model.engine.adapters.names),
     )
 
 

@@ -215,11 +215,13 @@ def convert(
     force: bool = False,
     advance: Callable[[int], None] = lambda nbytes: None,
     add: Callable[[Path], None] = lambda folder: None,
+    writer: Callable[..., FolderWriter] = FolderWriter,
 ) -> Path:
     """Write a checkpoint as a quantized MLX folder.
 
     force    replace an existing model folder
     advance  called with the bytes of each loaded tensor
+    writer   the class that writes the weights
     add      writes further files to the folder, such as a tokenizer
     """
     check_format(bits, group)
@@ -234,7 +236,7 @@ def convert(
             shards = Shards(folder)
             config = family.Config.from_hf(checkpoint.config)
             form: dict[str, Any] = {"bits": bits, "group": group, "mtp_prefixes": find_mtp_prefixes(checkpoint, family, config)}
-            weights = FolderWriter(checkpoint, family.rename, shards, **form, advance=advance)
+            weights = writer(checkpoint, family.rename, shards, **form, advance=advance)
             family.Model(config, weights)
             weights.check_loaded()
             if not weights.formats:

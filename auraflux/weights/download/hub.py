@@ -14,6 +14,7 @@ from typing import Any
 
 from auraflux.errors import AurafluxError, FetchError, FormatError
 from auraflux.weights.download.checksums import digest
+from auraflux.weights.formats.model_files import SPLIT
 
 Report = Callable[[str, int, int], None]  # phase, bytes so far, total bytes
 Hash = tuple[str, str]  # kind, see `digest`, and value
@@ -64,8 +65,8 @@ def _cached(repository: str, revision: str | None, file: str | None) -> Path | N
     from huggingface_hub.errors import EntryNotFoundError
 
     if file is not None:
-        cached = hub.try_to_load_from_cache(repository, file, revision=revision)
-        return Path(cached) if isinstance(cached, str) else None
+        cached = [hub.try_to_load_from_cache(repository, part, revision=revision) for part in split_names(file)]
+        return Path(cached[0]) if isinstance(cached[0], str) and all(isinstance(each, str) for each in cached) else None
     try:
         folder = Path(hub.snapshot_download(repository, revision=revision, local_files_only=True, **PATTERNS))
     except (OSError, ValueError, EntryNotFoundError):
@@ -94,19 +95,29 @@ def _download(repository: str, revision: str | None, file: str | None, report: R
     hashes = {each.rfilename: _hash(each) for each in about.siblings or []}
     name = file or _only_file(repository, list(hashes))
     if name is not None:
-        found = Path(hub.hf_hub_download(repository, name, revision=about.sha))
-        _verify({name: found}, hashes, repository, report)
-        return found
+        parts = {part: Path(hub.hf_hub_download(repository, part, revision=about.sha)) for part in split_names(name)}
+        _verify(parts, hashes, repository, report)
+        return parts[split_names(name)[0]]
     folder = Path(hub.snapshot_download(repository, revision=about.sha, **PATTERNS))
     _verify({str(path.relative_to(folder)): path for path in folder.iterdir() if path.is_file()}, hashes, repository, report)
     return folder
+
+
+def split_names(name: str) -> list[str]:
+    """Return the names of all files of a split GGUF model, given any of them; otherwise the name itself."""
+    folder, slash, file = name.rpartition("/")
+    found = SPLIT.fullmatch(file)
+    if found is None:
+        return [name]
+    return [f"{folder}{slash}{found[1]}-{i:05d}-of-{found[3]}.gguf" for i in range(1, int(found[3]) + 1)]
 
 
 def _only_file(repository: str, files: list[str]) -> str | None:
     """Return the only GGUF file of a repository; None for a safetensors repository."""
     if "config.json" in files and any(name.endswith(".safetensors") for name in files):
         return None
-    models = sorted(name for name in files if name.endswith(".gguf"))
+    # a split model counts as its first file
+    models = sorted({split_names(name)[0] for name in files if name.endswith(".gguf")})
     if not models:
         raise FetchError(f"{repository} on the Hugging Face hub has neither safetensors with a config.json nor a GGUF file.")
     if len(models) > 1:

@@ -40,6 +40,12 @@ def load_experts(
 
     activation  gpt-oss's implies biases
     """
+    found = _load(weights, name, count, hidden, inner, activation)
+    weights.named.experts[name] = found
+    return found
+
+
+def _load(weights: Weights, name: str, count: int, hidden: int, inner: int, activation: Activation | None) -> LayerExperts:
     sharding, slices = weights.expert_sharding, weights.slices
     if weights.experts is not None:
         return _load_packed(weights, weights.experts, name, count, hidden, inner, activation)

@@ -20,7 +20,7 @@ class MixtureInput:
     scores    [T, E]  of the router
     bias      [E]     or None, see `route`
     residual  [T, H]  stream that the result is added to
-    shared    shared expert, or None
+    shared    shared expert, its output [T, H], or None
     gate      [T]     weight of the shared expert, or None
     """
 
@@ -29,7 +29,7 @@ class MixtureInput:
     routing: Routing
     bias: Tensor | None
     residual: Tensor
-    shared: SharedExpert | None
+    shared: SharedExpert | Tensor | None
     gate: Tensor | None
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from auraflux.errors import FormatError
-from auraflux.weights.formats.model_files import check_files, gguf_parts, safetensors_files
+from auraflux.weights.formats.model_files import check_files, gguf_parts, read_config, safetensors_files
 from auraflux.weights.formats.untrusted import brief, named, regular_file
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_COUNTS = ("num_experts_per_tok", "moe_k", "top_k_experts", "num_experts_per_token")
 MAX_HEADER_NBYTES = 100 << 20
 PACKED = ("U32", "I32", "U8")  # dtypes of codes: their elements are not parameters
 
@@ -56,6 +58,48 @@ def _gguf(path: Path) -> Headers:
     context = _value(metadata, f"{kind}.context_length")
     count = sum(int(tensor.n_elements) for tensor in tensors)
     return Headers("gguf", str(kind), len(tensors), formats.total(), dict(formats.most_common()), count, context)
+
+
+def expert_share(path: Path) -> tuple[tuple[float, float] | None, int | None]:
+    """Return the share of a model's bytes that are routed experts with the share that a token uses, and its parameters.
+
+    None for a model without experts, and for parameters that the headers do not tell.
+    """
+    if path.is_file():
+        return _gguf_expert_share(path)
+    config = read_config(path)
+    nbytes = experts = 0
+    for file in safetensors_files(path):
+        for name, entry in _safetensors(regular_file(file, path)).items():
+            first, last = entry["data_offsets"]
+            nbytes += last - first
+            experts += (last - first) * (".experts." in name or ".switch_mlp." in name)
+    chosen = chosen_share(config)
+    share = (experts / nbytes, chosen) if chosen is not None and experts else None
+    return share, _folder(path, config).parameters
+
+
+def chosen_share(config: dict[str, Any]) -> float | None:
+    """Return the share of a layer's experts that a token uses; None for a model without experts."""
+    text = config.get("text_config")
+    inner = {**config, **(text if isinstance(text, dict) else {})}
+    count = next((inner[key] for key in EXPERT_COUNTS if type(inner.get(key)) is int), 0)
+    chosen = next((inner[key] for key in CHOSEN_COUNTS if type(inner.get(key)) is int), 0)
+    return chosen / count if 0 < chosen <= count else None
+
+
+def _gguf_expert_share(path: Path) -> tuple[tuple[float, float] | None, int | None]:
+    from auraflux.weights.formats.gguf_reader import read_header
+
+    readers = [read_header(part) for part in gguf_parts(path)]
+    tensors = [tensor for reader in readers for tensor in reader.tensors]
+    nbytes = sum(int(tensor.n_bytes) for tensor in tensors)
+    experts = sum(int(tensor.n_bytes) for tensor in tensors if "_exps." in tensor.name)
+    metadata = readers[0].fields
+    kind = _value(metadata, "general.architecture")
+    count, chosen = (_value(metadata, f"{kind}.{key}") or 0 for key in ("expert_count", "expert_used_count"))
+    share = (experts / nbytes, int(chosen) / int(count)) if experts and 0 < int(chosen) <= int(count) else None
+    return share, sum(int(tensor.n_elements) for tensor in tensors)
 
 
 def pooling_type(path: Path) -> int | None:

@@ -137,3 +137,19 @@ def test_generation_through_both_endpoints(folder: Path, served: Served):
     theirs = evaluate(folder, "hf", ["capitals"], True, pretrained=str(folder / "model"), dtype="float32", device="cpu")
     ours = evaluate(folder, "local-chat-completions", ["capitals"], True, base_url=f"{base}/v1/chat/completions", model=NAME)
     assert ours["capitals"]["exact_match,none"] == theirs["capitals"]["exact_match,none"]
+
+
+def test_eval_runs_tasks(folder: Path):
+    from click.testing import CliRunner
+
+    from auraflux.cli import main
+
+    words = ["eval", "--task", "capitals", "--task-folder", str(folder), "--limit", "4", "--kv", "none,k4v4", "--json"]
+    done = CliRunner().invoke(main, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout[done.stdout.index("[\n") :])
+    assert [(row["kv"], row["task"]) for row in rows] == [("none", "capitals"), ("k4v4", "capitals")]
+    assert all(0 <= row["metrics"]["exact_match"] <= 1 for row in rows)
+    unknown = CliRunner().invoke(main, ["eval", "--task", "no-such-task"])
+    assert unknown.exit_code == 1
+    assert "lm-eval has no task no-such-task" in unknown.stderr

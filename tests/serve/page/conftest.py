@@ -69,7 +69,7 @@ def shared_site() -> Iterator[Site]:
 @pytest.fixture
 def site(shared_site):
     state = shared_site.app.state
-    state.key, state.loading, state.defaults = "", 0, {}
+    state.key, state.loading, state.defaults, state.further = "", 0, {}, []
     shared_site.received.clear()
     return shared_site
 

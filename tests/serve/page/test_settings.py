@@ -64,7 +64,7 @@ def test_settings_can_be_kept_for_new_conversations_and_reset(page, site):
 def test_empty_fields_show_the_defaults_of_the_model(page, site):
     expect(page.locator("#server-text")).to_have_text("example-model")
     placeholders = "all => all.map((one) => one.placeholder)"
-    numbers = page.locator("#tuning input")
+    numbers = page.locator("#tuning .trio input")
     assert set(numbers.evaluate_all(placeholders)) == {"default", "no limit", "random"}
     site.app.state.defaults = dict.fromkeys(SAMPLING) | {"temperature": 0.6, "top_k": 20, "source": "generation_config.json"}
     page.reload()
@@ -84,3 +84,67 @@ def test_theme_and_model_are_shown(page):
     page.keyboard.press("Escape")
     page.reload()
     assert page.evaluate("getComputedStyle(document.documentElement).colorScheme") == "dark"
+
+
+def test_presets(page, site):
+    tune(page, system="Be brief.", seed=5)
+    page.click("#open-tuning")
+    page.select_option("#preset", "Inventive")
+    expect(page.locator("#set-temperature")).to_have_value("1.1")
+    # built-in presets leave the system prompt and the seed
+    page.fill("#set-top_k", "30")
+    expect(page.locator("#preset")).to_have_value("")
+    page.fill("#preset-name", "Mine")
+    page.click("#preset-save")
+    expect(page.locator("#preset")).to_have_value("Mine")
+    page.fill("#preset-name", "Exact")
+    page.click("#preset-save")
+    expect(page.locator("#tuning-done")).to_contain_text("built in")
+    page.keyboard.press("Escape")
+    page.reload()
+    page.click("#new")
+    page.click("#open-tuning")
+    expect(page.locator("#preset")).to_have_value("The model's defaults")
+    expect(page.locator("#preset-remove")).to_be_hidden()
+    page.select_option("#preset", "Mine")
+    page.keyboard.press("Escape")
+    ask(page, "hello")
+    wanted = {"temperature": 1.1, "min_p": 0.05, "top_k": 30, "seed": 5}
+    assert {name: site.received[0].get(name) for name in SAMPLING if name in site.received[0]} == wanted
+    assert site.received[0]["messages"][0]["content"] == "Be brief."
+    page.click("#open-tuning")
+    page.click("#preset-remove")
+    assert "Mine" not in page.locator("#preset").inner_text()
+
+
+def test_the_model_is_chosen_in_the_bar(page, site):
+    expect(page.locator("#server-text")).to_have_text("example-model")
+    expect(page.locator("#model-choice")).to_be_hidden()
+    site.app.state.further = ["second-model"]
+    page.reload()
+    page.select_option("#model-choice", "second-model")
+    ask(page, "hello")
+    page.reload()
+    expect(page.locator("#model-choice")).to_have_value("second-model")
+    ask(page, "again")
+    assert [each["model"] for each in site.received] == ["second-model"] * 2
+
+
+def test_keys(page, site):
+    site.app.state.further = ["second-model"]
+    page.reload()
+    ask(page, "hello")
+    focused = "document.activeElement.id"
+    for keys, wanted in (("Control+k", "search"), ("Control+/", "question"), ("Control+Shift+M", "model-choice")):
+        page.keyboard.press(keys)
+        assert page.evaluate(focused) == wanted
+    page.keyboard.press("Control+,")
+    expect(page.locator("#tuning")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+Shift+O")
+    expect(page.locator("#title")).to_have_text("New conversation")
+    # Control+k on a phone's width opens the list
+    page.set_viewport_size({"width": 400, "height": 800})
+    page.keyboard.press("Control+k")
+    assert page.evaluate(focused) == "search"
+    expect(page.locator("#sidebar")).to_be_visible()

@@ -6,8 +6,9 @@ import { onKeyWanted } from "./chat/api.js";
 import { Attachments } from "./view/attachments.js";
 import { Composer } from "./view/composer.js";
 import { byId } from "./view/dom.js";
-import { closeDrawer, startDrawer } from "./view/drawer.js";
+import { closeDrawer, openDrawer, startDrawer } from "./view/drawer.js";
 import { startExchange } from "./chat/exchange.js";
+import { startKeys } from "./keys.js";
 import { askKey } from "./view/key.js";
 import { Library } from "./chat/library.js";
 import { contextTokens, showMeter } from "./view/meter.js";
@@ -70,6 +71,13 @@ class App {
     startDrawer();
     startExchange(this.library, () => this.show());
     for (const id of ["new", "new-here"]) byId(id).addEventListener("click", () => this.open(this.newConversation()));
+    startKeys({
+      search: () => openDrawer("search"),
+      create: () => this.open(this.newConversation()),
+      tune: () => byId("open-tuning").click(),
+      chooseModel: () => byId("model-choice").focus(),
+      write: () => this.composer.field.focus(),
+    });
     addEventListener("keydown", (event) => event.key === "Escape" && !document.querySelector("dialog[open]") && this.stop());
     addEventListener("pagehide", () => this.library.flush());
     byId("server").addEventListener("click", () => (this.server.state === "locked" ? this.server.unlock() : this.settings.open()));

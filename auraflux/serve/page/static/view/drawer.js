@@ -25,11 +25,14 @@ function closeByKey(event) {
   closeDrawer();
 }
 
+// Show the list, and focus an element of it.
+export function openDrawer(focused) {
+  if (narrow.matches) set(true);
+  byId(focused).focus();
+}
+
 export function startDrawer() {
-  byId("menu").addEventListener("click", () => {
-    set(true);
-    byId("close-drawer").focus();
-  });
+  byId("menu").addEventListener("click", () => openDrawer("close-drawer"));
   byId("close-drawer").addEventListener("click", closeDrawer);
   byId("scrim").addEventListener("click", closeDrawer);
   // close before the dialog opens, because the dialog returns focus on close

@@ -58,7 +58,6 @@ export class Settings {
   describe(model, models, choose) {
     const choice = byId("model-choice");
     byId("model-name").textContent = model.id;
-    byId("model-name").hidden = models.length > 1;
     choice.hidden = models.length < 2;
     choice.replaceChildren(...models.map(({ id }) => new Option(id, id, false, id === model.id)));
     choice.onchange = () => choose(choice.value);
