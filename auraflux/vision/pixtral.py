@@ -197,7 +197,7 @@ class Tower:
     def run(self, image: PreparedImage) -> Iterator[Tensor]:
         config, device = self.config, self.patches.weight.device
         x = self.first_norm(self.patches(self.patchify(image).to(device, self.dtype)))
-        angles = self._angles(*(side * config.merge for side in image.grid), device)
+        angles = self._angles(image.grid[0] * config.merge, image.grid[1] * config.merge, device)
         for block in self.blocks:
             x = block(x, angles)
             yield x
