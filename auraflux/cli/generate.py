@@ -4,12 +4,14 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from auraflux.cli.options.command import Command
 from auraflux.cli.options.early_checks import check_model
+from auraflux.cli.options.images import image_option, user_message
 from auraflux.cli.options.model import LOADING, RANKS, SAMPLING, first_adapter, load_model, model_argument, options, sampling
 from auraflux.cli.options.stdin import read_all
 from auraflux.cli.output.expert_stats import show_expert_stats, summary
@@ -25,6 +27,7 @@ EVERYDAY = (
     "--prompt",
     "--chat",
     "--system",
+    "--image",
     "--max-tokens",
     "--temperature",
     "--top-p",
@@ -44,6 +47,7 @@ EXAMPLES = (
     'auraflux generate -p "Once upon a time" -n 50',
     'auraflux generate org/name -p "Why is the sky blue?" --chat',
     "auraflux generate model.gguf -p - --chat < question.txt",
+    'auraflux generate org/name -p "What is in this picture?" --image cat.jpg',
     'auraflux generate packed-model -p "Hello" --expert-memory 4GB',
 )
 
@@ -53,13 +57,21 @@ EXAMPLES = (
 @click.option("--prompt", "-p", "prompts", multiple=True, help="Prompt; - reads stdin. Several prompts run as one batch.")
 @click.option("--chat", is_flag=True, help="Send the prompt as a user message in the model's chat template.")
 @click.option("--system", metavar="TEXT", help="System message; implies --chat.")
+@image_option
 @options(LOADING)
 @options(RANKS)
 @options(SAMPLING)
 @click.option("--stats", is_flag=True, help="Also show the expert cache's hits, misses and reads by layer.")
 @click.option("--json", "as_json", is_flag=True, help="Print the output and statistics as JSON at the end.")
 def generate(
-    model: str | None, prompts: tuple[str, ...], chat: bool, system: str | None, stats: bool, as_json: bool, **chosen: Any
+    model: str | None,
+    prompts: tuple[str, ...],
+    chat: bool,
+    system: str | None,
+    images: tuple[Path, ...],
+    stats: bool,
+    as_json: bool,
+    **chosen: Any,
 ) -> None:
     """Complete a prompt, or answer it with --chat.
 
@@ -71,13 +83,13 @@ def generate(
         check_model(model)
         raise InputError("there is no prompt. Give one with -p TEXT, or -p - to read stdin.")
     settings = sampling(chosen) | first_adapter(chosen)
-    chat = chat or system is not None
+    chat = chat or system is not None or bool(images)
     # spaces alone are a prompt, but not a message
     if not all(prompt.strip() if chat else prompt for prompt in prompts):
         raise InputError("the prompt is empty. Give one with -p TEXT, or -p - to read stdin.")
     loaded = load_model(model, chosen, chat=chat, sequences=len(prompts))
     one, several = (loaded.chat, loaded.chat_batch) if chat else (loaded.generate, loaded.generate_batch)
-    inputs: list[Any] = [_messages(prompt, system) for prompt in prompts] if chat else list(prompts)
+    inputs: list[Any] = [_messages(prompt, system, images) for prompt in prompts] if chat else list(prompts)
     if len(inputs) == 1:
         try:
             outputs = _stream(one(inputs[0], **settings), as_json)
@@ -98,9 +110,9 @@ def generate(
             show_expert_stats(loaded.stats.experts)
 
 
-def _messages(text: str, system: str | None) -> list[dict[str, str]]:
+def _messages(text: str, system: str | None, images: tuple[Path, ...]) -> list[dict[str, Any]]:
     before = [{"role": "system", "content": system}] if system else []
-    return [*before, {"role": "user", "content": text}]
+    return [*before, user_message(text, images)]
 
 
 def _stream(deltas: Iterable[str], quiet: bool) -> list[str]:

@@ -38,10 +38,12 @@ def refused(*words: Any) -> str:
     """Run a command that fails; return its error message."""
     done = CliRunner().invoke(main, list(map(str, words)))
     assert done.exit_code == 1, done.output
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert len(done.stderr) < 500
-    return done.stderr
+    # compiling kernels shows its progress on a slow machine
+    said = "".join(line for line in done.stderr.splitlines(keepends=True) if not line.startswith("compiling kernels: "))
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert len(said) < 500
+    return said
 
 
 @pytest.mark.parametrize("words", [["generate", "-p", "-"], ["chat"]])

@@ -211,6 +211,25 @@ def test_refusals():
         layer.offload()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["k8v8", "k4v4", "k3v2"])
+def test_on_a_gpu(kv: str):
+    ids = tokens(3, 400).cuda()
+    expected = logits(model().cuda(), ids, DynamicCache(), 390)
+    found = [
+        logits(of, ids, QuantizedCache(of.config, kv, sink_tokens=5), 390) for of in (model().cuda(), model("auraflux").cuda())
+    ]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-2, atol=1e-2)
+    assert divergence(found[1], expected) < {"k8v8": 2e-3, "k4v4": 0.1, "k3v2": 1.0}[kv]
+    layer = QuantizedCache(model().config, kv).layers[0]
+    rows = torch.randn(2, 2, 2, 300, 16, device="cuda")
+    layer.update(rows[0], rows[1])
+    before = layer.states()
+    layer.reorder_cache(torch.tensor([1, 0], device="cuda"))
+    for now, then in zip(layer.states(), before, strict=True):
+        torch.testing.assert_close(now, then.flip(0))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_smollm2():

@@ -1,20 +1,23 @@
 """Qwen3.5's images against transformers: pixels, the tower's embeddings, positions and logits."""
 
+import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from auraflux.cache import CacheSettings
 from auraflux.engine.engine import Engine
 from auraflux.models import family
 from auraflux.vision.families import Vision, open_vision
+from auraflux.vision.image import decode_image
 from auraflux.vision.processor import place_images
 from auraflux.weights.formats.checkpoint import open_checkpoint
 from tests.models.oracles import error, loaded
-from tests.vision.qwen_models import END, IMAGE, START, make, model_logits, patches, picture
+from tests.vision.qwen_models import END, IMAGE, START, file_of, make, model_logits, patches, picture
 
 CPU = torch.device("cpu")
 SHAPES = [(37, 91), (8, 8), (200, 31), (64, 64), (5, 90), (131, 77)]
@@ -101,3 +104,19 @@ def test_logits(model, vision, folder, sizes, kv):
     for chunks in ([], [inside, 1, 1], [spans[0].stop]):
         found = step_logits(engine, vision, ids, spans, chunks)
         assert error(found, wanted) < (1e-5 if kv == "none" else 0.05)
+
+
+MODES = ("RGB", "RGBA", "L", "LA", "P", "1")
+
+
+def test_preprocessing_equals_transformers_on_odd_images(vision):
+    chance = np.random.default_rng(5)
+    for number in range(200):
+        width, height = chance.integers(1, 150, 2).tolist()
+        if max(width, height) > 150 * min(width, height):
+            continue
+        file = file_of(picture(width, height, seed=number, mode=MODES[number % len(MODES)]))
+        image = Image.open(io.BytesIO(file))
+        wanted = patches([image])
+        prepared = vision.processor.prepare(decode_image(file))
+        assert torch.equal(vision.encoder.tower.patchify(prepared), wanted["pixel_values"]), (width, height, image.mode)

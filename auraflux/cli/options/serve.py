@@ -137,6 +137,11 @@ SERVING = [
         metavar="FOLDER",
         help="Folder for clients' files and batches (/v1/files, /v1/batches); without it there are none.",
     ),
+    click.option(
+        "--allow-image-urls",
+        is_flag=True,
+        help="Fetch the images of http and https URLs in requests, from public addresses only.",
+    ),
     click.option("--log-json", is_flag=True, help="Write the log as JSON, one object per line."),
     *DEFAULT_SAMPLING,
     *LOADING,
@@ -176,7 +181,7 @@ def front_settings(host: str, log_json: bool, chosen: dict[str, Any]) -> "HttpSe
     set_up_log(log_json)
     hosts = (*LOCAL, *chosen["hosts"]) if local else chosen["hosts"]
     access = Access(keys, hosts, chosen["origins"], chosen["manage_models"])
-    limits, files = Limits(deadline_s=chosen["deadline_s"]), chosen["files"]
+    limits, files = Limits(deadline_s=chosen["deadline_s"], image_urls=chosen["allow_image_urls"]), chosen["files"]
     if files is not None:
         from auraflux.serve.batch.file_store import FileStore
 

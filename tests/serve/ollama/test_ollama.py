@@ -268,7 +268,7 @@ def test_pull_reports_progress(managed: TestClient, monkeypatch: pytest.MonkeyPa
 
 def test_pull_says_why_it_failed(managed: TestClient):
     # a path is not a name to download
-    for name in ("/etc", "llama3.2"):
+    for name in ("/etc", "no-such-model"):
         assert "neither a built-in name" in lines(managed, "/api/pull", model=name)[-1]["error"]
         assert "neither a built-in name" in refusal(managed, "/api/pull", 502, model=name, stream=False)
 
