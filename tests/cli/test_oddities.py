@@ -105,6 +105,7 @@ def test_a_name_that_is_empty(command: list[str]):
 def test_a_destination_that_cannot_be(tmp_path: Path):
     assert "File name too long" in refused("convert", tiny(), tmp_path / ("x" * 300))
     assert "Not a directory" in refused("convert", tiny(), "/dev/null/x")
+    assert "/ is no name of a new folder" in refused("convert", tiny(), "/")
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,8 @@ def _on_hub(name: str) -> tuple[str, str | None, str | None]:
     """Return the repository, revision and file of a name on the Hugging Face hub."""
     found = re.fullmatch(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w][\w.-]*))?(?:/(.+\.gguf))?", name)
     if found is None:
+        if (page := re.match(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)", name)) is not None:
+            raise FormatError(f"{shown(name)} is a page of the Hugging Face hub. Give the repository: {page[1]}.")
         known = ", ".join(BUILT_IN)
         raise FormatError(
             f"there is no model {shown(name)}: no such folder or file, and neither a built-in name ({known}) nor a repository "

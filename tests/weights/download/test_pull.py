@@ -281,6 +281,12 @@ def test_no_network_fails_at_once(hub, monkeypatch):
         locate("no-such-org/no-such-name")
 
 
+@pytest.mark.parametrize("name", ["https://huggingface.co/org/name", "hf.co/org/name/tree/main"])
+def test_pages_of_the_hub_are_answered_with_the_repository(name: str):
+    with pytest.raises(FormatError, match=r"Give the repository: org/name\.$"):
+        locate(name)
+
+
 def test_environments_without_pip_use_pythons_own(home, pip, tmp_path, monkeypatch):
     """The script of pip's wheel runs as one that lies in a folder does."""
     bundled = tmp_path / "ensurepip" / "_bundled" / "pip-1.whl"
