@@ -53,8 +53,10 @@ def web(link: FakeLink, tmp_path: Path) -> Iterator[httpx.Client]:
         }
         command = [f"{ENVIRONMENT}/bin/open-webui", "serve", "--host", "127.0.0.1", "--port", str(port)]
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | settings
-        log = (tmp_path / "log").open("w+")
-        with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log) as process:
+        with (
+            (tmp_path / "log").open("w") as log,
+            subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log) as process,
+        ):
             try:
                 with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
                     started = time.monotonic()
