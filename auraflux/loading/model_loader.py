@@ -192,7 +192,8 @@ class ModelLoader:
         if self.leader is not None:
             return NoVision("it runs on several ranks")
         with device_memory():
-            return open_vision(self.source.checkpoint, self.source.config, self.device, self.budget.dtype)
+            source, names = self.source, (lambda name: None) if self.tokenizer is None else self.tokenizer.token_id
+            return open_vision(source.checkpoint, source.config, self.device, self.budget.dtype, names)
 
     def prefix_disk(self, engine: Engine, nbytes: int, folder: Path) -> PrefixDisk:
         """Return the prefix cache on disk; entries of other models and of other settings have other folders."""

@@ -141,6 +141,17 @@ def _mxfp4(blocks: Array) -> Parts:
     return _nibbles(blocks), np.ascontiguousarray(blocks["scale"])[:, None], None
 
 
+def _nvfp4(blocks: Array) -> Parts:
+    """Return four groups of 16; gguf doubles the levels and halves the scales."""
+    groups = _octets(blocks, "codes", 4, 8)
+    # the low nibbles of 8 bytes are the first 8 weights
+    ordered = np.concatenate([groups & np.uint8(15), groups >> np.uint8(4)], -1).reshape(len(groups), -1, 2)
+    # gguf has no negative zero
+    ordered[ordered == 8] = 0
+    scales = 2 * quants.NVFP4.ue4m3_to_fp32(_octets(blocks, "scales", 4))
+    return ordered[..., 0] | ordered[..., 1] << np.uint8(4), scales.astype(np.float32), None
+
+
 def _words(blocks: Array, steps: Array) -> Array:
     """Return words of super-blocks with biases: scale and bias in half precision, then the steps, bytes [n, m]."""
     ends = np.stack([blocks["scale"], -blocks["least"]], 1)
@@ -285,11 +296,12 @@ LAYOUTS = {
     "IQ3_S": Layout(_record(scale="<f2", codes="V64", highs="V8", signs="V32", steps="V4"), 3, 256, _iq3_s),
     "TQ1_0": Layout(_record(codes="V48", last="V4", scale="<f2"), 2, 256, _tq1_0, 128),
     "TQ2_0": Layout(_record(codes="V64", scale="<f2"), 2, 256, _tq2_0, 128),
+    "NVFP4": Layout(_record(scales="V4", codes="V32"), 4, 64, _nvfp4, 16),
     "MXFP4": Layout(_record(scale="u1", codes="V16"), 4, 32, _mxfp4, scale_bits=8),
 }
 
 # types without an MLX format
-NOT_IN_MLX = {"Q6_K", "Q3_K", "Q2_K", "IQ4_NL", "IQ4_XS", *map(str.upper, grids.FORMATS)}
+NOT_IN_MLX = {"Q6_K", "Q3_K", "Q2_K", "IQ4_NL", "IQ4_XS", "NVFP4", *map(str.upper, grids.FORMATS)}
 
 
 def from_blocks(octets: Array, kind: str) -> QTensor:

@@ -1,5 +1,6 @@
 """The families with vision towers, and `open_vision`, which loads the tower of a checkpoint."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 
 from auraflux.errors import FormatError
 from auraflux.models.config import Keys
-from auraflux.vision import qwen
+from auraflux.vision import pixtral, qwen
 from auraflux.vision.encoder import ImageEncoder
 from auraflux.vision.processor import ImageProcessor
 from auraflux.vision.prompt_images import PromptImages
@@ -21,7 +22,7 @@ from auraflux.weights.formats.stored import Checkpoint
 from auraflux.weights.formats.untrusted import OBJECT
 from auraflux.weights.loader import Weights
 
-FAMILIES: dict[str, ModuleType] = {"qwen3_5": qwen, "qwen3_5_moe": qwen}
+FAMILIES: dict[str, ModuleType] = {"qwen3_5": qwen, "qwen3_5_moe": qwen, "mistral3": pixtral}
 CPU_PIXELS = 1 << 20  # of an image on a CPU, where a tower takes about a second per 100,000
 
 
@@ -53,18 +54,25 @@ def takes_images(checkpoint: Checkpoint) -> bool:
     return _family(checkpoint) is not None
 
 
-def open_vision(checkpoint: Checkpoint, config: Any, device: torch.device, dtype: torch.dtype) -> Vision | NoVision:
+def open_vision(
+    checkpoint: Checkpoint,
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    token_id: Callable[[str], int | None] = lambda name: None,
+) -> Vision | NoVision:
     """Load a checkpoint's tower; a tower that is not supported does not keep its model from running without images.
 
-    config  of the language model
+    config    of the language model
+    token_id  returns the id of a token as spelled in the vocabulary
     """
     if (family := _family(checkpoint)) is None:
         return NoVision("it has no vision tower that is supported")
     keys = Keys(checkpoint.config)
     vision = keys.section("vision_config")
     try:
-        processor = family.processor(keys, vision, ImageSettings.read(checkpoint.path))
-        sizes = family.TowerConfig.read(vision, config.hidden)
+        processor = family.processor(keys, vision, ImageSettings.read(checkpoint.path), token_id)
+        sizes = family.TowerConfig.read(keys, vision, config.hidden)
         weights = Weights(checkpoint, family.rename, dtype=dtype, device=device)
         tower = family.Tower(Loader(weights), sizes, processor)
         weights.check_loaded()

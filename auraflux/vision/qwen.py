@@ -1,6 +1,6 @@
 """Qwen3.5's images: a tower with 2D RoPE over patches of any grid, whose blocks of 2 x 2 patches become one embedding each."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ class TowerConfig:
     activation: str
 
     @classmethod
-    def read(cls, vision: Fields, hidden: int) -> "TowerConfig":
+    def read(cls, keys: Keys, vision: Fields, hidden: int) -> "TowerConfig":
         width, heads = vision.read("hidden_size", WIDTH), vision.read("num_heads", COUNT)
         if width % heads or (width // heads) % 4:
             raise FormatError(f"{vision.title} has {heads} heads for a hidden_size of {width}; 2D RoPE needs multiples of 4.")
@@ -65,7 +65,7 @@ class TowerConfig:
         )
 
 
-def processor(keys: Keys, vision: Fields, settings: ImageSettings) -> GridProcessor:
+def processor(keys: Keys, vision: Fields, settings: ImageSettings, token_id: Callable[[str], int | None]) -> GridProcessor:
     """Return how images are resized."""
     least, most = settings.pixels(MIN_PIXELS, MAX_PIXELS)
     return GridProcessor(
@@ -122,7 +122,8 @@ class Tower:
 
     def __init__(self, load: Loader, config: TowerConfig, processor: GridProcessor):
         self.config, self.processor, self.dtype = config, processor, load.dtype
-        self.patches = Linear(self._patch_weight(load), load.tensor("patch_embed.proj.bias", config.hidden))
+        weight = load.patch_weight("patch_embed.proj.weight", config.hidden, config.frames, config.patch)
+        self.patches = Linear(weight, load.tensor("patch_embed.proj.bias", config.hidden))
         self.places = load.tensor("pos_embed.weight", config.positions**2, config.hidden)
         self.blocks = [Block(load, f"blocks.{number}", config) for number in range(config.depth)]
         merged = config.hidden * config.merge**2
@@ -130,16 +131,6 @@ class Tower:
         self.up = load.linear("merger.linear_fc1", merged, merged)
         self.down = load.linear("merger.linear_fc2", config.output, merged)
         self.nbytes = load.nbytes
-
-    def _patch_weight(self, load: Loader) -> Tensor:
-        """Load the convolution over patches as a matrix; mlx stores its channels last."""
-        config, name = self.config, "patch_embed.proj.weight"
-        sides = config.frames, config.patch, config.patch
-        if load.weights.has(name) and load.weights.shape(name)[-1] == 3 != config.patch:
-            found = load.tensor(name, config.hidden, *sides, 3).permute(0, 4, 1, 2, 3)
-        else:
-            found = load.tensor(name, config.hidden, 3, *sides)
-        return found.reshape(config.hidden, -1)
 
     def patchify(self, image: PreparedImage) -> Tensor:
         """Return the patches of an image, block by block: [N, 3 * frames * patch * patch] float32."""

@@ -54,6 +54,18 @@ class Loader:
         """Load a layer norm."""
         return LayerNorm(self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width), eps)
 
+    def rms_norm(self, name: str, width: int, eps: float) -> "RMSNorm":
+        """Load an RMS norm."""
+        return RMSNorm(self.tensor(f"{name}.weight", width), eps)
+
+    def patch_weight(self, name: str, hidden: int, *sides: int) -> Tensor:
+        """Load a convolution over square patches, of so many frames if two numbers are given, as a matrix; mlx stores its
+        channels last."""
+        sides = (*sides, sides[-1])
+        if self.weights.has(name) and self.weights.shape(name)[-1] == 3 != sides[-1]:
+            return self.tensor(name, hidden, *sides, 3).movedim(-1, 1).reshape(hidden, -1)
+        return self.tensor(name, hidden, 3, *sides).reshape(hidden, -1)
+
 
 @dataclass(frozen=True, eq=False)
 class Linear:
@@ -76,6 +88,17 @@ class LayerNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+@dataclass(frozen=True, eq=False)
+class RMSNorm:
+    """An RMS norm over the last dimension."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:

@@ -115,6 +115,7 @@ def test_flags_of_other_engines_are_answered(command: str, words: list[str], sai
         (["generate", "--max-token", "4"], "No such option: --max-token. Did you mean --max-tokens?"),
         (["generate", "--zzz"], "No such option: --zzz. 'auraflux generate --help-all' lists all options."),
         (["generate", "-t", "8"], "-t 8 would be the temperature. For threads set the environment variable NUMBA_NUM_THREADS"),
+        (["chat", "-p", "hello"], "'auraflux generate -p TEXT' answers one prompt"),
         (["chat", "-t16"], "for this temperature give --temperature 16"),
         (["pull", "--zzz"], "No such option: --zzz. 'auraflux pull --help' lists all options."),
         (["pull", "--ctx-size", "4"], "No such option: --ctx-size."),

@@ -38,10 +38,12 @@ def refused(*words: Any) -> str:
     """Run a command that fails; return its error message."""
     done = CliRunner().invoke(main, list(map(str, words)))
     assert done.exit_code == 1, done.output
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert len(done.stderr) < 500
-    return done.stderr
+    # compiling kernels shows its progress on a slow machine
+    said = "".join(line for line in done.stderr.splitlines(keepends=True) if not line.startswith("compiling kernels: "))
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert len(said) < 500
+    return said
 
 
 @pytest.mark.parametrize("words", [["generate", "-p", "-"], ["chat"]])
@@ -103,6 +105,7 @@ def test_a_name_that_is_empty(command: list[str]):
 def test_a_destination_that_cannot_be(tmp_path: Path):
     assert "File name too long" in refused("convert", tiny(), tmp_path / ("x" * 300))
     assert "Not a directory" in refused("convert", tiny(), "/dev/null/x")
+    assert "/ is no name of a new folder" in refused("convert", tiny(), "/")
 
 
 @pytest.mark.parametrize(

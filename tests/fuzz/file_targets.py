@@ -3,8 +3,14 @@
 import base64
 import os
 import random
+from itertools import accumulate
 
+import torch
+
+from auraflux.adapters.peft_folder import read_adapter
+from auraflux.adapters.placement import place
 from auraflux.tokenizer.tokenizer import Tokenizer
+from auraflux.weights.named_weights import NamedWeight, NamedWeights
 from tests.engine.tiny import tiny
 from tests.fuzz import corpus
 from tests.fuzz.corpus import CONFIG, INDEX, SCRATCH, WEIGHTS, copy_of, join, load_all, open_all, original, split
@@ -125,7 +131,43 @@ def tiktoken(rng: random.Random) -> None:
     made.decode(made.encode("The quick"))
 
 
+ADAPTER = {
+    "peft_type": "LORA",
+    "r": 4,
+    "lora_alpha": 8,
+    "alpha_pattern": {"q_proj": 2, "layers.0.mlp": 3},
+    "use_rslora": True,
+    "bias": "none",
+    "use_dora": False,
+    "modules_to_save": None,
+    "target_modules": ["q_proj", "v_proj"],
+}
+PROJECTIONS = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.1.mlp.experts")
+
+
+def adapter(rng: random.Random) -> None:
+    """Read an adapter with a mutated config, or with mutated tensor names, dtypes and shapes."""
+    folder = SCRATCH / "adapter"
+    folder.mkdir(exist_ok=True)
+    names = [f"base_model.model.{each}.lora_{part}.weight" for each in PROJECTIONS for part in "AB"]
+    shapes = [[4, 16], [32, 4]] * len(PROJECTIONS)
+    sizes = [4 * first * second for first, second in shapes]
+    ends = list(accumulate(sizes))
+    entries = zip(names, shapes, sizes, ends, strict=True)
+    header = {name: {"dtype": "F32", "shape": shape, "data_offsets": [end - size, end]} for name, shape, size, end in entries}
+    in_config = rng.random() < 0.5
+    (folder / "adapter_config.json").write_bytes(mutated_json(rng, mutated(rng, ADAPTER) if in_config else ADAPTER))
+    found = header if in_config else mutated(rng, header)
+    (folder / "adapter_model.safetensors").write_bytes(join(bytes(ends[-1]), mutated_json(rng, found)))
+    read = read_adapter("fuzz", folder)
+    layers = NamedWeights()
+    for name in PROJECTIONS[:2]:
+        layers.linears[name].append(NamedWeight(torch.zeros(32, 16), None))
+    place([read], layers, lambda name: name, torch.device("cpu"), torch.float32)
+
+
 TARGETS = [
+    Target("adapter", adapter, 60),
     Target("config", config, 60),
     Target("families", families, 40),
     Target("index", index, 30),

@@ -16,7 +16,7 @@ WIDTH = 512
 # grids have no smaller format to which parts of a super-block can be widened
 EXACT_IN_PARTS = [kind for kind in LAYOUTS if kind.lower() not in grids.FORMATS]
 BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5, "MXFP4": 4, "TQ1_0": 2, "TQ2_0": 2}
-BITS |= {"Q6_K": 6, "Q3_K": 3, "Q2_K": 2, "IQ4_NL": 4, "IQ4_XS": 4, "IQ1_S": 1, "IQ1_M": 1}
+BITS |= {"NVFP4": 4, "Q6_K": 6, "Q3_K": 3, "Q2_K": 2, "IQ4_NL": 4, "IQ4_XS": 4, "IQ1_S": 1, "IQ1_M": 1}
 BITS |= {"IQ2_XXS": 2, "IQ2_XS": 2, "IQ2_S": 2, "IQ3_XXS": 3, "IQ3_S": 3}
 
 

@@ -130,6 +130,7 @@ async def models(request: Request) -> Response:
         request.app.state.loading -= 1
         return refused(503, "The model is loading.", **{"retry-after": "0.1"})
     model = {"id": "example-model", "object": "model", "owned_by": "auraflux", "max_model_len": 131_072, "kv": "k8v4"}
+    model["input_modalities"] = request.app.state.modalities
     if request.app.state.defaults:
         model["default_sampling"] = request.app.state.defaults
     further = [{**model, "id": name} for name in request.app.state.further]
@@ -161,6 +162,8 @@ async def chat(request: Request) -> Response:
         return refused(503, "The model is loading.", **{"retry-after": "0.1"})
     if "refuse" in question:
         return refused(400, "The prompt has 200,000 tokens and the context holds 131,072.")
+    if isinstance(question, list):
+        question = " ".join(part.get("text", "") for part in question)
     return StreamingResponse(written(question, body["messages"], begun), media_type="text/event-stream")
 
 
@@ -174,7 +177,7 @@ def stub(key: str = "", loading: int = 0) -> Starlette:
     ]
     made = Starlette(routes=[*routes(), *api])
     made.state.key, made.state.loading, made.state.received, made.state.defaults = key, loading, [], {}
-    made.state.further = []
+    made.state.further, made.state.modalities = [], ["text"]
     return made
 
 

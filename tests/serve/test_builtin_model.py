@@ -17,9 +17,11 @@ from auraflux.cli import main
 from auraflux.loading.language_model import LanguageModel
 from auraflux.weights.download.pull import locate
 from tests.serve.answers import QUESTIONS, check_sane
-from tests.serve.server import Served, running
+from tests.serve.page.conftest import ask, browser
+from tests.serve.server import TIMEOUT_S, Served, running
 
 pytestmark = pytest.mark.slow
+__all__ = ["browser"]
 
 DEMO = "How do plants make food? Answer in two sentences."  # of `make demo`
 TOKENS = 60
@@ -81,6 +83,31 @@ def test_the_server_answers_like_the_api(served: Served, answers: list[str]):
         reply = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=120).json()
         found.append(reply["choices"][0]["message"]["content"])
     assert [each.strip() for each in found] == [each.strip() for each in answers]
+
+
+def test_the_chat_page_answers_sanely(served: Served, browser):
+    """The page sends no sampling settings of its own and shows those of the model."""
+    page = browser.new_context().new_page()
+    page.set_default_timeout(TIMEOUT_S * 1000)
+    sent: list[dict] = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.url.endswith("/completions") else None)
+    page.goto(served.url)
+    answers = []
+    for question in QUESTIONS:
+        page.click("#new")
+        page.click("#open-tuning")
+        assert page.locator("#set-temperature").get_attribute("placeholder") == "0.2"
+        page.fill("#set-seed", "1")
+        page.fill("#set-max_tokens", str(TOKENS))
+        page.keyboard.press("Escape")
+        ask(page, question)
+        answers.append(page.locator(".reply .prose").inner_text())
+        check_sane(answers[-1])
+    assert [each["messages"][0]["content"] for each in sent] == [*QUESTIONS]
+    assert not any({"temperature", "top_p"} & each.keys() for each in sent)
+    right = [word for word, answer in zip(QUESTIONS.values(), answers, strict=True) if word.lower() in answer.lower()]
+    assert len(right) >= 13, right
+    page.context.close()
 
 
 @pytest.mark.parametrize("isa", [None, "avx2", "portable"])

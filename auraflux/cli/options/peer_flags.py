@@ -70,6 +70,7 @@ INSTEAD = {
     ),
     "No code of a model is run: leave the flag out.": "--trust-remote-code",
     "A prompt may come from stdin: --prompt - < FILE.": "-f --file",
+    "'auraflux generate -p TEXT' answers one prompt.": "-p --prompt",
     "'auraflux chat' is the interactive command.": "-i --interactive -cnv --conversation",
     "The tokenizer and the chat template are those of the model's folder or file.": (
         "--tokenizer --tokenizer-mode --chat-template --chat-template-file"

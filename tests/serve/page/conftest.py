@@ -70,6 +70,7 @@ def shared_site() -> Iterator[Site]:
 def site(shared_site):
     state = shared_site.app.state
     state.key, state.loading, state.defaults, state.further = "", 0, {}, []
+    state.modalities = ["text"]
     shared_site.received.clear()
     return shared_site
 

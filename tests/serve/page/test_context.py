@@ -1,5 +1,7 @@
 """Files, the context meter, continued answers and the address, in a real browser."""
 
+from base64 import b64decode, b64encode
+
 import pytest
 
 from tests.serve.page.conftest import ask
@@ -77,7 +79,7 @@ def test_files_are_sent_with_the_message(page, site):
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("photo.png", bytes(range(256)), "photo.png is a binary file, and this model reads text only."),
+        ("photo.png", bytes(range(256)), "photo.png is a picture, and this model reads text only."),
         ("paper.pdf", b"%PDF-1.7 text", "paper.pdf is a PDF. Save it as plain text, or copy its text into the message."),
         ("big.log", b"x" * 1_200_000, "big.log has 1.2 MB; a file may have at most 1.0 MB."),
         ("empty.txt", b"", "empty.txt is empty or a folder."),
@@ -87,6 +89,32 @@ def test_files_that_are_no_text_are_refused(page, name, content, problem):
     page.set_input_files("#attach-file", upload(name, content))
     expect(page.locator("#note")).to_have_text(problem)
     expect(page.locator("#attachments")).to_be_hidden()
+
+
+PIXEL = b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")
+
+
+def picture(name: str) -> dict:
+    return {"name": name, "mimeType": "image/png", "buffer": PIXEL}
+
+
+def test_pictures_are_sent_to_a_model_that_takes_them(page, site):
+    page.set_input_files("#attach-file", picture("dot.png"))
+    expect(page.locator("#note")).to_have_text("dot.png is a picture, and this model reads text only.")
+    site.app.state.modalities = ["text", "image"]
+    page.reload()
+    page.wait_for_selector("#send")
+    page.set_input_files("#attach-file", [picture("dot.png"), upload("notes.txt", b"a note")])
+    expect(page.locator("#attachments img")).to_have_count(1)
+    ask(page, "what is this?")
+    url = "data:image/png;base64," + b64encode(PIXEL).decode()
+    text = "File notes.txt:\n\n```txt\na note\n```\n\nwhat is this?"
+    assert site.received[0]["messages"][0]["content"] == [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": text},
+    ]
+    page.reload()
+    expect(page.locator(".question img.picture")).to_have_attribute("alt", "dot.png")
 
 
 DROP = """() => {

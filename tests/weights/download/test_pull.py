@@ -4,6 +4,7 @@ import hashlib
 import os
 import sys
 import zipfile
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -278,6 +279,24 @@ def test_no_network_fails_at_once(hub, monkeypatch):
     monkeypatch.setattr("urllib.request.getproxies", dict)
     with pytest.raises(FetchError, match="could not be downloaded from the Hugging Face hub"):
         locate("no-such-org/no-such-name")
+
+
+@pytest.mark.parametrize("name", ["https://huggingface.co/org/name", "hf.co/org/name/tree/main"])
+def test_pages_of_the_hub_are_answered_with_the_repository(name: str):
+    with pytest.raises(FormatError, match=r"Give the repository: org/name\.$"):
+        locate(name)
+
+
+def test_environments_without_pip_use_pythons_own(home, pip, tmp_path, monkeypatch):
+    """The script of pip's wheel runs as one that lies in a folder does."""
+    bundled = tmp_path / "ensurepip" / "_bundled" / "pip-1.whl"
+    bundled.mkdir(parents=True)
+    (tmp_path / "ensurepip" / "__init__.py").touch()
+    pip()
+    (tmp_path / "fake" / "pip.py").rename(bundled / "pip")
+    absent = {"pip": None, "ensurepip": spec_from_file_location("ensurepip", tmp_path / "ensurepip" / "__init__.py")}
+    monkeypatch.setattr(pull, "find_spec", absent.get)
+    assert locate().read_bytes() == CONTENT
 
 
 def test_pip_of_this_interpreter_is_used(home, pip, tmp_path):

@@ -15,7 +15,7 @@ from tests.tested import external_oracle
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, WIDTH, VOCAB = 128, 192, 2, 4, 2, 32, 96
 
-# a type that is requantized at load
+# a type whose scales are not one number
 OTHERS = {"NVFP4": np.dtype([("scales", "V4"), ("codes", "V32")])}
 # types that the package cannot quantize to
 UNWRITTEN = {*NOT_IN_MLX, *OTHERS, "Q4_K", "Q5_K"}

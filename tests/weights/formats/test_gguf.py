@@ -10,7 +10,7 @@ from auraflux.models.llama import Config as Llama
 from auraflux.ops import llama3_frequencies, rope_frequencies
 from auraflux.ops.simd.isa import ISA
 from auraflux.quant import QTensor, grids
-from auraflux.quant.gguf_blocks import NOT_IN_MLX
+from auraflux.quant.gguf_blocks import LAYOUTS, NOT_IN_MLX
 from auraflux.weights.formats.checkpoint import open_checkpoint
 from auraflux.weights.formats.gguf import GGUFFile
 from auraflux.weights.formats.stored import dense
@@ -123,7 +123,9 @@ def test_super_block_scales_are_expanded_with_enough_memory(tmp_path, monkeypatc
     assert torch.equal(*found)
 
 
-def test_requantized_types_are_noted(tmp_path):
+def test_requantized_types_are_noted(tmp_path, monkeypatch):
+    # a type that only the package knows
+    monkeypatch.delitem(LAYOUTS, "NVFP4")
     name = "model.layers.1.mlp.down_proj.weight"
     tensors = llama_tensors() | {name: np.zeros((HIDDEN, 256), np.float32)}
     found = open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, "Q8_0", kinds={name: "NVFP4"}))

@@ -53,7 +53,8 @@ class App {
       remove: (conversation) => this.removeConversation(conversation),
     });
     const count = (text) => countTokens({ model: this.server.model?.id, prompt: text, add_special_tokens: false });
-    this.attachments = new Attachments(() => this.showWaiting(), count);
+    const takesImages = () => (this.server.model?.input_modalities ?? []).includes("image");
+    this.attachments = new Attachments(() => this.showWaiting(), count, takesImages);
     this.composer = new Composer(this.attachments, {
       send: (text, files) => this.ask(text, files, this.current.leaf),
       stop: () => this.stop(),
@@ -158,7 +159,7 @@ class App {
     sessionStorage.removeItem(NEW_SETTINGS);
     dismissNote();
     current.title ||= titleFrom(text || files[0].name);
-    const kept = files?.map(({ name, nbytes, text }) => ({ name, nbytes, text }));
+    const kept = files?.map(({ name, nbytes, text, image }) => ({ name, nbytes, text, ...(image && { image }) }));
     const question = append(current, parent, { role: "user", content: text, ...(kept?.length && { files: kept }) });
     this.answer(current, question.id);
     return true;

@@ -1,7 +1,7 @@
 // Requests one answer: sends the conversation and fills a message from the stream.
 
 import { request } from "./api.js";
-import { promptText } from "./files.js";
+import { joinedContent, promptContent } from "./files.js";
 import { samplingFields } from "./sampling.js";
 import { events } from "./stream.js";
 import { countTokens } from "./tokens.js";
@@ -158,10 +158,10 @@ function apiMessages(system, history) {
   const messages = system.trim() ? [{ role: "system", content: system }] : [];
   for (const message of history) {
     const { role, reasoning } = message;
-    const content = promptText(message);
+    const content = promptContent(message);
     if (role === "assistant" && !content && !reasoning) continue;
     const last = messages.at(-1);
-    if (role === "user" && last?.role === "user") last.content += `\n\n${content}`;
+    if (role === "user" && last?.role === "user") last.content = joinedContent(last.content, content);
     else messages.push({ role, content, ...(reasoning && { reasoning_content: reasoning }) });
   }
   return messages;

@@ -1,13 +1,35 @@
-// Reads text files that a user adds to a message, and writes them into the prompt.
+// Reads the text files and pictures that a user adds to a message, and writes them into the prompt.
 
 const KB = 1000;
 export const MAX_FILE_NBYTES = 1000 * KB;
 export const MAX_MESSAGE_NBYTES = 2000 * KB;
+export const MAX_IMAGES_NBYTES = 20_000 * KB;
+export const IMAGE = /^data:image\/(png|jpeg|webp|gif|bmp|avif);base64,/;
 
 // Formats that hold text, but are not text files.
 const CONVERT = { pdf: "a PDF", doc: "a Word document", docx: "a Word document", odt: "an ODT document", xlsx: "an Excel table" };
 
 const megabytes = (nbytes) => `${(nbytes / KB / KB).toPrecision(nbytes < 10 * KB * KB ? 2 : 3)} MB`;
+
+// Return a file as `readText` does, a picture as {name, nbytes, text: "", image} with a data URL. `before` has the files so far.
+export async function readFile(file, before, takesImages) {
+  const sum = (pictures) => before.filter(({ image }) => Boolean(image) === pictures).reduce((total, one) => total + one.nbytes, 0);
+  if (!IMAGE.test(`data:${file.type};base64,`)) return readText(file, sum(false));
+  if (!takesImages) throw new Error(`${file.name} is a picture, and this model reads text only.`);
+  if (sum(true) + file.size > MAX_IMAGES_NBYTES) {
+    throw new Error(`${file.name} does not fit: the pictures of a message may have at most ${megabytes(MAX_IMAGES_NBYTES)} together.`);
+  }
+  return { name: file.name, nbytes: file.size, text: "", image: await dataUrl(file) };
+}
+
+function dataUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
 
 // Return a file as {name, nbytes, text}; throw an error with a sentence for the user if it cannot be used.
 export async function readText(file, nbytesBefore = 0) {
@@ -43,9 +65,26 @@ function decode(bytes) {
 
 const extension = (name) => (/\.(\w+)$/.exec(name)?.[1] ?? "").toLowerCase();
 
+// Return the content of a message for the model: its text, or its pictures and then its text.
+export function promptContent(message) {
+  const pictures = (message.files ?? []).filter(({ image }) => image);
+  const text = promptText(message);
+  if (!pictures.length) return text;
+  const parts = pictures.map(({ image }) => ({ type: "image_url", image_url: { url: image } }));
+  return text ? [...parts, { type: "text", text }] : parts;
+}
+
+// Return two contents as one.
+export function joinedContent(first, second) {
+  if (typeof first === "string" && typeof second === "string") return `${first}\n\n${second}`;
+  const parts = (content) => (typeof content === "string" ? [{ type: "text", text: content }] : content);
+  return [...parts(first), ...parts(second)];
+}
+
 // Return the text of a message for the model: its files as blocks of code, then what the user wrote.
-export function promptText({ content, files = [] }) {
-  const parts = files.map(({ name, text }) => {
+function promptText({ content, files = [] }) {
+  const texts = files.filter(({ image }) => !image);
+  const parts = texts.map(({ name, text }) => {
     const longest = Math.max(2, ...Array.from(text.matchAll(/`+/g), ([run]) => run.length));
     const fence = "`".repeat(longest + 1);
     return `File ${name}:\n\n${fence}${extension(name)}\n${text.trimEnd()}\n${fence}`;

@@ -1,5 +1,6 @@
 // Serializes conversations to JSON and parses them, keeping only known fields.
 
+import { IMAGE } from "./files.js";
 import { readSettings } from "./sampling.js";
 import { newId } from "./tree.js";
 
@@ -56,7 +57,11 @@ function readMessage(given) {
   return message;
 }
 
-const readFile = (given) => ({ name: string(given?.name), nbytes: string(given?.text).length, text: string(given?.text) });
+function readFile(given) {
+  const [name, text, image] = [string(given?.name), string(given?.text), string(given?.image)];
+  if (!IMAGE.test(image)) return { name, nbytes: text.length, text };
+  return { name, nbytes: Number.isFinite(given?.nbytes) ? given.nbytes : image.length, text: "", image };
+}
 
 function figures(given) {
   const numbers = Object.entries(given ?? {}).filter(([, value]) => Number.isFinite(value));

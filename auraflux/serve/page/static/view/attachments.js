@@ -1,14 +1,16 @@
 // The files of the message that is being written: picked, dropped or pasted, shown as chips.
 
-import { readText } from "../chat/files.js";
+import { readFile } from "../chat/files.js";
 import { byId, el, icon, iconButton } from "./dom.js";
 import { count, size } from "./figures.js";
 import { announce, note } from "./notice.js";
 
 export class Attachments {
-  // `changed` is called after each change; `measure` resolves to the tokens of a text, or null.
-  constructor(changed, measure) {
+  // `changed` is called after each change; `measure` resolves to the tokens of a text, or null; `takesImages` tells whether the
+  // model does.
+  constructor(changed, measure, takesImages) {
     this.changed = changed;
+    this.takesImages = takesImages;
     this.measure = measure;
     this.files = [];
     this.box = byId("attachments");
@@ -51,10 +53,9 @@ export class Attachments {
     const problems = [];
     for (const file of chosen) {
       try {
-        const nbytes = this.files.reduce((sum, one) => sum + one.nbytes, 0);
-        const read = await readText(file, nbytes);
+        const read = await readFile(file, this.files, this.takesImages());
         this.files.push(read);
-        this.count(read);
+        if (!read.image) this.count(read);
       } catch (error) {
         problems.push(error.name === "NotReadableError" || error.name === "NotFoundError" ? `${file.name} cannot be read.` : error.message);
       }
@@ -93,13 +94,17 @@ export class Attachments {
     };
     const about = file.tokens ? `${count(file.tokens)} tokens` : size(file.nbytes);
     const button = iconButton("close", `Remove ${file.name}`, remove);
-    return el("li", { className: "chip" }, icon("file"), el("span", { className: "chip-name" }, file.name), el("small", {}, about), button);
+    return el("li", { className: "chip" }, symbol(file), el("span", { className: "chip-name" }, file.name), el("small", {}, about), button);
   }
 }
 
-// Return the files of a sent message; each opens to show its text.
+// Return what stands before a file's name: a small picture, or an icon.
+const symbol = ({ image }) => (image ? el("img", { src: image, alt: "", className: "chip-image" }) : icon("file"));
+
+// Return the files of a sent message: pictures are shown, text files open to show their text.
 export function fileList(files) {
-  const chips = files.map(({ name, nbytes, text }) => {
+  const chips = files.map(({ name, nbytes, text, image }) => {
+    if (image) return el("li", {}, el("img", { src: image, alt: name, title: name, className: "picture" }));
     const title = el("summary", { className: "chip" }, icon("file"), el("span", { className: "chip-name" }, name), el("small", {}, size(nbytes)));
     const details = el("details", {}, title);
     // long texts are laid out only when they are looked at
