@@ -194,8 +194,10 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is tuple and get_args(hint)[-1] is not ...:
         wanted = get_args(hint)
         return isinstance(value, LISTS) and len(value) == len(wanted) and all(map(_fits, value, wanted))
-    if origin in (tuple, Sequence):
+    if origin in (tuple, list, Sequence):
         return isinstance(value, LISTS) and all(_fits(each, get_args(hint)[0]) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(each, get_args(hint)[1]) for each in value.values())
     if hint is Any:
         return True
     if isinstance(hint, TypeVar):
@@ -212,6 +214,8 @@ def _words(hint: Any) -> str:
         return " or ".join(_words(each) for each in hint.__constraints__)
     if origin in (Union, UnionType):
         return " or ".join(_words(each) for each in inner)
+    if origin is dict:
+        return f"a dict of {_words(inner[1])}"
     if origin is not None:
         count = "" if origin is Sequence or ... in inner else f" of {len(inner)}"
         return f"a sequence{count}, each {_words(inner[0])},"

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from auraflux.errors import FormatError, InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
 from auraflux.ops.moe.experts import Activation, Experts, Stack, blob_nbytes
+from auraflux.validation import check_fields
 
 HALF_LIFE_TOKENS = 64
 NEVER_USED = -1e30  # log2 of the use count of a free slot
@@ -88,7 +89,16 @@ class DiskMailbox:
     failed: Tensor
     patience: Tensor
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        dtypes = {"answers": torch.int64, "slots": torch.uint8, **dict.fromkeys(("arrived", "failed", "patience"), torch.int64)}
+        for name, tensor in vars(self).items():
+            if isinstance(tensor, Tensor):
+                check_dtype(name, tensor, dtypes.get(name, torch.int32))
+                check_shape(name, tensor, *(None,) * (2 if name == "slots" else 1))
 
+
+@runtime_checkable
 class DiskExperts(Protocol):
     """Experts on disk behind a cache in host memory.
 
@@ -133,12 +143,17 @@ class ExpertPool:
     disk: DiskExperts | None = None
 
     def __post_init__(self) -> None:
-        for name in ("memory", "slots", "owners", "uses", "state", "offsets"):
-            if not isinstance(getattr(self, name), Tensor):
-                raise FormatError(f"'{name}' is {getattr(self, name)!r:.80}; a tensor is needed.")
+        check_fields(self)
+        check_shape("memory", self.memory, None, None)
+        check_shape("slots", self.slots, None, None)
+        check_shape("host", self.host, None)
         (slots, size), (layers, experts) = self.memory.shape, self.slots.shape
         if max(self.nbytes) > size or size % ALIGNMENT:
             raise FormatError(f"slots of {size} bytes are no multiple of {ALIGNMENT}, or smaller than an expert.")
+        dtypes = {"uses": torch.float32, "state": torch.int64, "offsets": torch.int64, "slots": torch.int32}
+        dtypes |= {"owners": torch.int32, "memory": torch.uint8, "host": torch.uint8}
+        for name, dtype in dtypes.items():
+            check_dtype(name, getattr(self, name), dtype)
         wanted = {"owners": (slots,), "uses": (slots,), "state": (5,), "offsets": (layers, experts)}
         for name, shape in wanted.items():
             if tuple(getattr(self, name).shape) != shape:
