@@ -77,6 +77,8 @@ def read_catalog(path: Path) -> Catalog:
         if not entries:
             raise FormatError(f"{path} holds no models: no GGUF file, and no folder with config.json.")
         return Catalog(entries)
+    if path.suffix.lower() == ".gguf":
+        raise InputError(f"{path} is one model: serve it without --models, or give the folder that holds it.")
     return _read_file(path)
 
 

@@ -104,6 +104,12 @@ def test_folder(tmp_path: Path):
     assert not is_models_folder(tmp_path / "a.gguf")
 
 
+def test_a_single_model_is_refused(tmp_path: Path):
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(AurafluxError, match="is one model: serve it without --models"):
+        read_catalog(tmp_path / "a.gguf")
+
+
 def test_empty_folder_is_refused(tmp_path: Path):
     assert not is_models_folder(tmp_path)
     with pytest.raises(AurafluxError, match="holds no models"):
