@@ -1,7 +1,7 @@
 """Chat templates rewritten from the documentation of families whose own are not available.
 
-Those of ERNIE 4.5, Mixtral, OLMoE and Gemma 3 are published with their weights only, and Qwen4-Exp has none and gets the format
-of Qwen3.5. They use the usual Jinja features: macros, namespaces, loops, filters, whitespace control, refusals.
+Those of dots.llm1, ERNIE 4.5, Mixtral, OLMoE and Gemma 3 are published with their weights only, and Qwen4-Exp has none and gets
+the format of Qwen3.5. They use the usual Jinja features: macros, namespaces, loops, filters, whitespace control, refusals.
 """
 
 ERNIE = """
@@ -149,4 +149,19 @@ QWEN = """
 {%- endif %}
 """  # noqa: E501
 
-OWN = {"ernie4_5_moe": ERNIE, "mixtral": MIXTRAL, "olmoe": OLMOE, "gemma3": GEMMA3, "qwen4_exp": QWEN}
+DOTS = """
+{%- for message in messages -%}
+    {%- if message.role == 'system' -%}
+        {{- '<|system|>' + message.content + '<|endofsystem|>' -}}
+    {%- elif message.role == 'user' -%}
+        {{- '<|userprompt|>' + message.content + '<|endofuserprompt|>' -}}
+    {%- elif message.role == 'assistant' -%}
+        {{- '<|response|>' + message.content + '<|endofresponse|>' -}}
+    {%- else -%}
+        {{- raise_exception('dots.llm1 has no role ' ~ message.role) -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|response|>' -}}{%- endif -%}
+"""
+
+OWN = {"dots1": DOTS, "ernie4_5_moe": ERNIE, "mixtral": MIXTRAL, "olmoe": OLMOE, "gemma3": GEMMA3, "qwen4_exp": QWEN}

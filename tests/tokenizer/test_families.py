@@ -43,6 +43,8 @@ PUBLISHED = {
     **dict.fromkeys(("kimi_k2", "kimi_k25", "kimi_linear"), KIMI),
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), GLM),
     "minimax_m2": ("MiniMax-M2",),
+    "solar_open": ("upstage-Solar-Open-100B",),
+    "hy_v3": ("tencent-Hy3",),
     "nemotron_h": ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "NVIDIA-Nemotron-Nano-v2"),
     "gpt_oss": ("openai-gpt-oss-120b",),
     "gemma3_text": ("google-gemma-2-2b-it",),
