@@ -88,10 +88,15 @@ def divergence(wanted: Tensor, found: Tensor) -> Tensor:
     return (one.exp() * (one - other)).sum(-1)
 
 
-def perplexity(logits: Tensor, ids: list[int]) -> float:
-    """Return the perplexity of tokens given the logits after the token before each; those without logits do not count."""
+def log_likelihoods(logits: Tensor, ids: list[int]) -> Tensor:
+    """Return the log likelihood of tokens given the logits after the token before each; those without logits are left out."""
     log = torch.log_softmax(logits[:-1].float(), -1)
-    return math.exp(-float(log.gather(1, torch.tensor(ids[-len(log) :])[:, None]).mean()))
+    return log.gather(1, torch.tensor(ids[-len(log) :])[:, None])[:, 0]
+
+
+def perplexity(logits: Tensor, ids: list[int]) -> float:
+    """Return the perplexity of tokens given the logits after the token before each."""
+    return math.exp(-float(log_likelihoods(logits, ids).mean()))
 
 
 @external_oracle("llama.cpp")
