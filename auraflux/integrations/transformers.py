@@ -144,7 +144,7 @@ class QuantizedLayer(DynamicLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of new tokens, [B, H, T, D]; return those of all tokens, the new ones as they are."""
+        """Store the keys and values of new tokens, [B, H, T, D]; return those of all tokens, the new ones unchanged."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != len(self.recent[0]):

@@ -1,4 +1,4 @@
-"""`plan_model`: the memory that a model will take, before it is loaded beside others."""
+"""`plan_model`: the memory that a model will take, before it is loaded next to others."""
 
 from dataclasses import replace
 from typing import NamedTuple

@@ -34,6 +34,8 @@ class PrefillRunner:
         budget = self.budget.tokens(sum(sequence.uncomputed for sequence in prefilling), len(prefilling), decoding)
         one = self.speculation is None and bool(self.engine.mixed_chunk_sizes(decoding))
         shares = self.budget.split([sequence.next_chunk for sequence in prefilling], budget, one)
+        if self.budget.target is not None and decoding:
+            self.budget.target.plan(sum(shares))
         chunks = [(sequence, share) for sequence, share in zip(prefilling, shares, strict=True) if share]
         return [[each] for each in chunks] if self.engine.prefers_separate_steps(sum(shares)) else [chunks]
 

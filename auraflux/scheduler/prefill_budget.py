@@ -43,7 +43,6 @@ class PrefillBudget:
                 self.target.pause()
             return self.chunk
         if self.target is not None:
-            self.target.plan(min(uncomputed, self.target.tokens()))
             return self.target.tokens()
         unit, most = LEAST[self.device], MOST[self.device]
         least = unit

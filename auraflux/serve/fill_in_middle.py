@@ -49,7 +49,7 @@ class FillTokens:
     stop_ids: frozenset[int]
 
     def prompt(self, tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
-        """Return the tokens of a prompt with a gap between two texts."""
+        """Return the tokens of a prompt with a gap between prefix and suffix."""
         before, after = tokenizer.encode(prefix, special=False), _without_space(tokenizer, suffix)
         first = [tokenizer.bos] if tokenizer.bos is not None and tokenizer.encode("x")[:1] == [tokenizer.bos] else []
         if self.middle is None:

@@ -14,8 +14,8 @@ from auraflux.models.config import Keys
 from auraflux.vision.processor import check_shape, normalized
 from auraflux.vision.settings import ImageSettings
 from auraflux.vision.span import PreparedImage
-from auraflux.vision.tower import Linear, Loader, activation, attention, rotate_half
-from auraflux.weights.fields import COUNT, EPS, LAYER_COUNT, NAME, THETA, TOKEN, WIDTH, Fields
+from auraflux.vision.tower import Linear, Loader, activation, attention, read_heads, rotate_half
+from auraflux.weights.fields import EPS, LAYER_COUNT, NAME, THETA, TOKEN, WIDTH, Fields
 from auraflux.weights.formats.untrusted import FLAG, integer
 
 NORM_EPS = 1e-5
@@ -90,9 +90,7 @@ class TowerConfig:
 
     @classmethod
     def read(cls, keys: Keys, vision: Fields, hidden: int) -> "TowerConfig":
-        width, heads = vision.read("hidden_size", WIDTH), vision.read("num_attention_heads", COUNT)
-        if width % heads or (width // heads) % 4:
-            raise FormatError(f"{vision.title} has {heads} heads for a hidden_size of {width}; 2D RoPE needs multiples of 4.")
+        width, heads = read_heads(vision, "num_attention_heads")
         vision.only("num_channels", 3)
         keys.outer.only("vision_feature_layer", -1)
         for fields, key in ((vision, "hidden_act"), (keys.outer, "projector_hidden_act")):

@@ -13,8 +13,8 @@ from auraflux.models.config import Keys
 from auraflux.vision.processor import GridProcessor, normalized
 from auraflux.vision.settings import ImageSettings
 from auraflux.vision.span import PreparedImage
-from auraflux.vision.tower import Linear, Loader, activation, attention, rotate_half
-from auraflux.weights.fields import COUNT, LAYER_COUNT, NAME, TOKEN, WIDTH, Fields
+from auraflux.vision.tower import Linear, Loader, activation, attention, read_heads, rotate_half
+from auraflux.weights.fields import LAYER_COUNT, NAME, TOKEN, WIDTH, Fields
 from auraflux.weights.formats.untrusted import integer, list_of
 
 NORM_EPS = 1e-6
@@ -41,9 +41,7 @@ class TowerConfig:
 
     @classmethod
     def read(cls, keys: Keys, vision: Fields, hidden: int) -> "TowerConfig":
-        width, heads = vision.read("hidden_size", WIDTH), vision.read("num_heads", COUNT)
-        if width % heads or (width // heads) % 4:
-            raise FormatError(f"{vision.title} has {heads} heads for a hidden_size of {width}; 2D RoPE needs multiples of 4.")
+        width, heads = read_heads(vision, "num_heads")
         vision.only("in_channels", 3)
         vision.only("hidden_act", "gelu_pytorch_tanh", "gelu", "silu")
         if vision.get("deepstack_visual_indexes", list_of(integer(0, 1024), 1024), []):

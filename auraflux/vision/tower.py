@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from auraflux.errors import FormatError
 from auraflux.vision.span import PreparedImage
+from auraflux.weights.fields import COUNT, WIDTH, Fields
 from auraflux.weights.formats.stored import dense
 from auraflux.weights.loader import Weights
 
@@ -25,6 +27,14 @@ class Tower(Protocol):
 
     def run(self, image: PreparedImage) -> Iterator[Tensor]:
         """Encode an image; yield after every layer, and the embeddings [N, H] last."""
+
+
+def read_heads(vision: Fields, key: str) -> tuple[int, int]:
+    """Return the width of a tower and its number of attention heads, whose name in the config is given."""
+    width, heads = vision.read("hidden_size", WIDTH), vision.read(key, COUNT)
+    if width % heads or (width // heads) % 4:
+        raise FormatError(f"{vision.title} has {heads} heads for a hidden_size of {width}; 2D RoPE needs multiples of 4.")
+    return width, heads
 
 
 class Loader:

@@ -48,9 +48,9 @@ def quantize(quantizes: Any, values: np.ndarray, kind: gguf.GGMLQuantizationType
     """Return a matrix's blocks, made by llama.cpp with the same importance for all columns."""
     rows, width = values.shape
     block, nbytes = gguf.GGML_QUANT_SIZES[kind]
-    values, alike = np.ascontiguousarray(values, np.float32), np.ones(width, np.float32)
+    values, importance = np.ascontiguousarray(values, np.float32), np.ones(width, np.float32)
     out = np.zeros((rows, width // block * nbytes), np.uint8)
-    assert quantizes(int(kind), values.ctypes.data, out.ctypes.data, 0, rows, width, alike.ctypes.data) == out.nbytes
+    assert quantizes(int(kind), values.ctypes.data, out.ctypes.data, 0, rows, width, importance.ctypes.data) == out.nbytes
     return out
 
 

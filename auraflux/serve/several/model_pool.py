@@ -200,11 +200,11 @@ class ModelPool:
         return slot.is_loaded and not slot.entry.pinned and slot.plan is not None and slot.plan.device == device
 
     def _check_fits(self, slot: ModelSlot, plan: ModelPlan, limit: int) -> None:
-        """Refuse a model that will not fit beside the pinned ones."""
+        """Refuse a model that will not fit next to the pinned ones."""
         pinned = [each for each in self._slots if each.entry.pinned and each.granted and each is not slot and each.plan]
         left = limit - sum(each.plan.nbytes for each in pinned if each.plan and each.plan.device == plan.device)
         if plan.nbytes > left:
-            taken = f" beside {', '.join(each.entry.name for each in pinned)}" if pinned else ""
+            taken = f" next to {', '.join(each.entry.name for each in pinned)}" if pinned else ""
             message = (
                 f"The model {slot.entry.name} needs {plan.nbytes / 1e9:.2f} GB on {plan.device}, and {left / 1e9:.2f} GB are "
                 f"for models{taken}. Give --models-memory more, or the model a smaller context or cache-memory."

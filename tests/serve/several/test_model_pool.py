@@ -129,7 +129,7 @@ def test_a_model_that_never_fits_is_refused(world: World):
         answer = await complete(client, "large")
         assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "false")
         assert "needs 1.61 GB" in answer.text
-        assert "beside a" in answer.text
+        assert "next to a" in answer.text
 
     run(work, [*entries("a", pinned=True), Entry("large", "l", settings={"nbytes": int(1.5 * GIB)})])
 

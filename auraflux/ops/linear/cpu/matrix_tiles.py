@@ -22,7 +22,7 @@ FULL, HALF = 16, 8  # tokens of a tile
 MATRIX_FROM = 5  # tokens from which tiles pay off
 INPUTS = 1024  # unpacked at a time
 SUMS_NBYTES = FULL * BLOCK * 4  # sums of a group
-PANEL_NBYTES = 1 << 19  # of the tiles that a block of rows passes over: they stay in L2, also beside another thread of the core
+PANEL_NBYTES = 1 << 19  # of the tiles that a block of rows passes over: they stay in L2, also with another thread on the core
 # tile registers: sums and tokens by the size of the tile, and rows
 SUMS, TOKENS, ROWS = {FULL: 0, HALF: 1}, {FULL: 2, HALF: 3}, 4
 

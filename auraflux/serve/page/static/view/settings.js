@@ -66,7 +66,7 @@ export class Settings {
   }
 }
 
-// Let a click beside a dialog, and its button with the cross, close it.
+// Let a click outside a dialog, and its button with the cross, close it.
 export function closable(dialog) {
   dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
   dialog.querySelector("[data-close]").addEventListener("click", () => dialog.close());
