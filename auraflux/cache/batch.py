@@ -251,10 +251,23 @@ class Batch:
         else:
             numbers = [sequence.positions(span.start, span.stop) for sequence, span in zip(self.sequences, spans, strict=True)]
             self.positions = torch.from_numpy(_concatenated(numbers)).to(self.index.device, non_blocking=True)
+        self._ends = [self._find_ends(spans, windowed) for windowed in (False, True)]
         for group in self.sequences[0].group_states:
             states = self.states(group)
             padded = states + [group.padding_state] * self.padding_sequences if self.padding_sequences else states
             group.update_index(self.index, padded)
+
+    def _find_ends(self, spans: list[range], windowed: bool) -> Tensor | None:
+        found = [each.inputs and each.inputs.ends(span, windowed) for each, span in zip(self.sequences, spans, strict=True)]
+        if self.single or all(each is None for each in found):
+            return None
+        usual = [np.arange(span.start + 1, span.stop + 1, dtype=np.int32) for span in spans]
+        made = np.concatenate([own if each is None else each for own, each in zip(usual, found, strict=True)])
+        return torch.from_numpy(made).to(self.index.device, non_blocking=True)
+
+    def ends(self, group: LayerGroup) -> Tensor | None:
+        """Return the position before which each new token attends in a group, int32 [T]; None for the one after its own."""
+        return self._ends[group.span is not None]
 
     def _select_last_tokens(self) -> Tensor:
         """Reduce the step to the last token of each sequence; return the rows that these tokens had, [B]."""

@@ -163,6 +163,12 @@ class PromptInputs(Protocol):
     def overlaps(self, start: int, stop: int) -> bool:
         """Return whether some of these tokens are an image's."""
 
+    def ends(self, span: range, windowed: bool) -> np.ndarray | None:
+        """Return the position before which each of some tokens attends, int32 [T]; None where each attends up to its own.
+
+        windowed  in layers with a window
+        """
+
     def embeddings(self, start: int, stop: int) -> tuple[np.ndarray, Tensor] | None:
         """Return which of some tokens have embeddings, as numbers from `start` on, and these [N, H]; None for none."""
 

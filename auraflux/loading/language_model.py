@@ -4,6 +4,7 @@ import operator
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from auraflux.scheduler.scheduler import Scheduler
 from auraflux.scheduler.sequence import Sequence as RunningSequence
 from auraflux.scheduler.stats import Stats
 from auraflux.vision.messages import open_image, take_images
-from auraflux.vision.processor import place_images
+from auraflux.vision.processor import encode_prompt
 from auraflux.vision.span import ImageSpan
 from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
 from auraflux.weights.experts.stats import ExpertCacheStatsByLayer
@@ -131,11 +132,11 @@ class LanguageModel:
         messages, images = take_images(messages)
         if images and self.vision is None:
             raise InputError(f"{self.path.name} takes no images: {self.no_images}.")
-        ids = tokenizer.encode(tokenizer.apply_template(messages), special=False)
+        prompt, encode = tokenizer.apply_template(messages), partial(tokenizer.encode, special=False)
         if self.vision is None or not images:
-            return ids, ()
+            return encode(prompt), ()
         processor = self.vision.processor
-        return place_images(ids, [processor.prepare(open_image(image)) for image in images], processor)
+        return encode_prompt(prompt, [processor.prepare(open_image(image)) for image in images], processor, encode)
 
     def reset(self) -> None:
         """Clear the prefix cache."""

@@ -174,7 +174,7 @@ def load_with(path_or_name: str | Path | None, options: LoadOptions) -> Language
         model, key_calibration = loader.run(report)
         cleanup.pop_all()
     engine = loader.engine(model, key_calibration, adapters)
-    vision = loader.vision()
+    vision = loader.vision(engine.chunk)
     if isinstance(vision, Vision):
         engine.vision = vision
     speculation = None if options.speculate is None else _speculation(draft_path, loader, engine)

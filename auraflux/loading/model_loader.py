@@ -187,13 +187,13 @@ class ModelLoader:
                 engine.set_adapters(LoadedAdapters(adapters, layers))
         return engine
 
-    def vision(self) -> Vision | NoVision:
-        """Load the vision tower where the model has one."""
+    def vision(self, chunk: int) -> Vision | NoVision:
+        """Load the vision tower where the model has one; `chunk` are the tokens of a prefill chunk."""
         if self.leader is not None:
             return NoVision("it runs on several ranks")
         with device_memory():
             source, names = self.source, (lambda name: None) if self.tokenizer is None else self.tokenizer.token_id
-            return open_vision(source.checkpoint, source.config, self.device, self.budget.dtype, names)
+            return open_vision(source.checkpoint, source.config, self.device, self.budget.dtype, names, chunk)
 
     def prefix_disk(self, engine: Engine, nbytes: int, folder: Path) -> PrefixDisk:
         """Return the prefix cache on disk; entries of other models and of other settings have other folders."""

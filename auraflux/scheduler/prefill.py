@@ -36,8 +36,10 @@ class PrefillRunner:
         shares = self.budget.split([sequence.next_chunk for sequence in prefilling], budget, one)
         if self.budget.target is not None and decoding:
             self.budget.target.plan(sum(shares))
-        chunks = [(sequence, share) for sequence, share in zip(prefilling, shares, strict=True) if share]
-        return [[each] for each in chunks] if self.engine.prefers_separate_steps(sum(shares)) else [chunks]
+        chunks = [(sequence, sequence.whole_images(share)) for sequence, share in zip(prefilling, shares, strict=True) if share]
+        total = sum(count for _, count in chunks)
+        separate = total > self.engine.chunk or self.engine.prefers_separate_steps(total)
+        return [[each] for each in chunks] if separate else [chunks]
 
     def encode_images(self, running: list[Sequence], while_decoding: bool) -> None:
         """Encode the images that prompts wait for: all, or for `ENCODE_PAUSE_S` while sequences decode."""

@@ -238,6 +238,8 @@ class Scheduler:
         sequence.restart()
         sequence.kv_sequence = start.sequence
         start.sequence.inputs = sequence.images
+        if sequence.images is not None:
+            start.sequence.truncate(sequence.images.reusable(start.sequence.length))
         if sequence.draft_state is not None and start.hit_tokens:
             sequence.draft_state.proposer.on_prefix_hit(sequence.ids, start.sequence)
         if sequence.cached_tokens is None:

@@ -114,6 +114,10 @@ class Sequence:
             end = min(end, ready)
         return min(self.uncomputed, end - at)
 
+    def whole_images(self, count: int) -> int:
+        """Return how many of the next tokens a chunk of about `count` has, so that it divides no image that must be whole."""
+        return count if self.images is None else self.images.chunk(self.kv.length, count)
+
     @property
     def room(self) -> int:
         """Tokens that may follow the next one."""

@@ -29,7 +29,7 @@ from auraflux.serve.transport.link import Link, ModelFacts
 from auraflux.serve.transport.model_names import adapter_of, is_model
 from auraflux.tokenizer.tokenizer import Tokenizer
 from auraflux.vision.messages import take_images
-from auraflux.vision.processor import place_images
+from auraflux.vision.processor import encode_prompt
 from auraflux.vision.span import ImageSpan, PreparedImage
 from auraflux.weights.formats.embedding import Embedding
 from auraflux.weights.parallel.expert_placement import PlacementResult
@@ -301,8 +301,8 @@ class Service:
 
     def _encode(self, text: str, images: list[PreparedImage]) -> tuple[list[int], tuple[ImageSpan, ...]]:
         """Return the tokens of a rendered conversation, and its images among them."""
-        ids, processor = self.tokenizer.encode(text, special=False), self.facts.images
-        return place_images(ids, images, processor) if images and processor is not None else (ids, ())
+        encode, processor = partial(self.tokenizer.encode, special=False), self.facts.images
+        return encode_prompt(text, images, processor, encode) if images and processor is not None else (encode(text), ())
 
     def _prepare(
         self, conversation: Conversation

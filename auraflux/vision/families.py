@@ -10,10 +10,10 @@ import torch
 
 from auraflux.errors import FormatError
 from auraflux.models.config import Keys
-from auraflux.vision import pixtral, qwen
+from auraflux.vision import gemma3, pixtral, qwen
 from auraflux.vision.encoder import ImageEncoder
 from auraflux.vision.processor import ImageProcessor
-from auraflux.vision.prompt_images import PromptImages
+from auraflux.vision.prompt_images import BothWays, PromptImages
 from auraflux.vision.settings import ImageSettings
 from auraflux.vision.span import ImageSpan
 from auraflux.vision.tower import Loader
@@ -22,7 +22,7 @@ from auraflux.weights.formats.stored import Checkpoint
 from auraflux.weights.formats.untrusted import OBJECT
 from auraflux.weights.loader import Weights
 
-FAMILIES: dict[str, ModuleType] = {"qwen3_5": qwen, "qwen3_5_moe": qwen, "mistral3": pixtral}
+FAMILIES: dict[str, ModuleType] = {"qwen3_5": qwen, "qwen3_5_moe": qwen, "mistral3": pixtral, "gemma3": gemma3}
 CPU_PIXELS = 1 << 20  # of an image on a CPU, where a tower takes about a second per 100,000
 
 
@@ -30,16 +30,17 @@ CPU_PIXELS = 1 << 20  # of an image on a CPU, where a tower takes about a second
 class Vision:
     """The images of a model.
 
-    axes  see `PromptImages`
+    axes, both_ways  see `PromptImages`
     """
 
     processor: ImageProcessor
     encoder: ImageEncoder
     axes: np.ndarray | None
+    both_ways: BothWays | None
 
     def prompt_images(self, length: int, spans: tuple[ImageSpan, ...]) -> PromptImages:
         """Return the images of a prompt of so many tokens."""
-        return PromptImages(length, spans, self.axes)
+        return PromptImages(length, spans, self.axes, self.both_ways)
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,13 @@ def open_vision(
     device: torch.device,
     dtype: torch.dtype,
     token_id: Callable[[str], int | None] = lambda name: None,
+    chunk: int | None = None,
 ) -> Vision | NoVision:
     """Load a checkpoint's tower; a tower that is not supported does not keep its model from running without images.
 
     config    of the language model
     token_id  returns the id of a token as spelled in the vocabulary
+    chunk     tokens of a prefill chunk; None for any number
     """
     if (family := _family(checkpoint)) is None:
         return NoVision("it has no vision tower that is supported")
@@ -80,7 +83,10 @@ def open_vision(
         return NoVision(f"its vision tower cannot be loaded: {err}")
     if device.type == "cpu":
         processor = processor.limited(CPU_PIXELS)
-    return Vision(processor, ImageEncoder(tower), family.position_axes(keys, config))
+    both_ways = family.both_ways(keys, processor)
+    if both_ways is not None and chunk is not None and both_ways.most_tokens > chunk:
+        return NoVision(f"an image may have {both_ways.most_tokens} tokens, and a prefill chunk has {chunk}: raise --chunk")
+    return Vision(processor, ImageEncoder(tower), family.position_axes(keys, config), both_ways)
 
 
 def _family(checkpoint: Checkpoint) -> ModuleType | None:

@@ -67,6 +67,9 @@ class RowProcessor:
         made = ([self.placeholder] * columns + [self.break_token]) * rows
         return [*made[:-1], self.end_token], 0, len(made), columns + 1
 
+    def spaced(self, prompt: str) -> str:
+        return prompt
+
     def limited(self, pixels: int) -> "RowProcessor":
         return replace(self, edge=min(self.edge, math.isqrt(pixels)))
 
@@ -133,6 +136,10 @@ def processor(keys: Keys, vision: Fields, settings: ImageSettings, token_id: Cal
 
 def position_axes(keys: Keys, config: Any) -> None:
     """Return None: tokens have one position each."""
+
+
+def both_ways(keys: Keys, processor: RowProcessor) -> None:
+    """Return None: the tokens of an image attend to those before them, as others do."""
 
 
 def rename(name: str) -> str | None:

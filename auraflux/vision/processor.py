@@ -1,7 +1,7 @@
 """`ImageProcessor`: how a family resizes images and which tokens stand for them. It needs no torch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -29,8 +29,18 @@ class ImageProcessor(Protocol):
     def tokens(self, image: PreparedImage) -> tuple[list[int], int, int, int]:
         """Return the tokens that replace the placeholder, the first of the span among them, its length and its pitch."""
 
+    def spaced(self, prompt: str) -> str:
+        """Return a rendered prompt with the text that the model expects around images."""
+
     def limited(self, pixels: int) -> "ImageProcessor":
         """Return the same with a lower limit on pixels."""
+
+
+def encode_prompt(
+    prompt: str, images: Sequence[PreparedImage], processor: ImageProcessor, encode: Callable[[str], list[int]]
+) -> tuple[list[int], tuple[ImageSpan, ...]]:
+    """Return the tokens of a rendered prompt, and its images among them."""
+    return place_images(encode(processor.spaced(prompt)), images, processor)
 
 
 def place_images(
@@ -114,6 +124,9 @@ class GridProcessor:
     def tokens(self, image: PreparedImage) -> tuple[list[int], int, int, int]:
         count = image.grid[0] * image.grid[1]
         return [self.placeholder] * count, 0, count, image.grid[1]
+
+    def spaced(self, prompt: str) -> str:
+        return prompt
 
     def limited(self, pixels: int) -> "GridProcessor":
         most = max(min(self.max_pixels, pixels), (self.patch * self.merge) ** 2)

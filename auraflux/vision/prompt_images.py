@@ -5,6 +5,7 @@ a column; the token after an image continues after its longer side. Each frequen
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,16 +14,31 @@ from torch import Tensor
 from auraflux.vision.span import ImageSpan
 
 
+@dataclass(frozen=True)
+class BothWays:
+    """Attention of an image's tokens to each other in both directions, for which one prefill chunk has all of them.
+
+    most_tokens   of an image
+    windows_only  in layers with a window only
+    """
+
+    most_tokens: int
+    windows_only: bool = False
+
+
 class PromptImages:
     """The images of a prompt of `length` tokens.
 
-    axes   [R/2]  which position each RoPE frequency takes: 0 time, 1 row, 2 column; None where tokens have one position
-    found  the embeddings of each span, [N, H]; None until its image is encoded
+    axes       [R/2]  which position each RoPE frequency takes: 0 time, 1 row, 2 column; None where tokens have one position
+    both_ways  see `BothWays`; None where the tokens of an image attend as others do
+    found      the embeddings of each span, [N, H]; None until its image is encoded
     """
 
-    def __init__(self, length: int, spans: Sequence[ImageSpan], axes: np.ndarray | None):
-        self.length, self.spans, self.axes = length, spans, axes
+    def __init__(self, length: int, spans: Sequence[ImageSpan], axes: np.ndarray | None, both_ways: BothWays | None = None):
+        self.length, self.spans, self.axes, self.both_ways = length, spans, axes, both_ways
         self.found: list[Tensor | None] = [None] * len(spans)
+        # the tokens that attend to each other; the tokens around an image are not among them
+        self._attending = [] if both_ways is None else [range(at[0], at[-1] + 1) for at in (span.embedded for span in spans)]
         self._embedded = [span.embedded for span in spans]
         self._places: np.ndarray | None = None
         self._next = length
@@ -55,6 +71,27 @@ class PromptImages:
                 rows.append(embedded[first:last] - start)
                 parts.append(found[first:last])
         return (np.concatenate(rows), torch.cat(parts)) if rows else None
+
+    def ends(self, span: range, windowed: bool) -> np.ndarray | None:
+        both_ways, start = self.both_ways, span.start
+        if both_ways is None or (both_ways.windows_only and not windowed) or not self.overlaps(start, span.stop):
+            return None
+        found = np.arange(start + 1, span.stop + 1, dtype=np.int32)
+        for image in self._attending:
+            found[max(image.start - start, 0) : max(image.stop - start, 0)] = image.stop
+        return found
+
+    def chunk(self, start: int, count: int) -> int:
+        """Return how many tokens from `start` on a chunk of about `count` has, so that it cuts no image that must be whole."""
+        stop = start + count
+        cut = next((image for image in self._attending if image.start < stop < image.stop), None)
+        if cut is None:
+            return count
+        return cut.start - start if cut.start > start else cut.stop - start
+
+    def reusable(self, length: int) -> int:
+        """Return how many of the first `length` tokens may come from the prefix cache: those before an image that is cut."""
+        return next((image.start for image in self._attending if image.start < length < image.stop), length)
 
     def next_unencoded(self, start: int) -> int | None:
         """Return the number of the first span with tokens from `start` on that is not encoded; None if all are."""

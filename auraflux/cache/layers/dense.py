@@ -33,7 +33,8 @@ class DenseLayer(AttentionLayer):
         self, batch: Batch, q: Tensor, scale: float, sinks: Tensor | None = None, softcap: float | None = None
     ) -> Tensor:
         """Attend from the batch's new tokens: [T, Hq, D] -> [T, Hq, Dv]."""
-        return attention(q, batch.view(self), batch.starts, scale, self.group.span, sinks, softcap)
+        options = self.group.span, sinks, softcap, batch.ends(self.group)
+        return attention(q, batch.view(self), batch.starts, scale, *options)
 
     def attend_pages(self, table: Tensor, lengths: Tensor, starts: Tensor, q: Tensor, scale: float) -> Tensor:
         """Attend from each token, as its own sequence, to the first `lengths` positions of its pages [T, M]."""

@@ -94,7 +94,7 @@ class QuantizedLayer(AttentionLayer):
         self, batch: Batch, q: Tensor, scale: float, sinks: Tensor | None = None, softcap: float | None = None
     ) -> Tensor:
         """Attend from the batch's new tokens: [T, Hq, D] -> [T, Hq, D]."""
-        options = self.group.span, sinks, softcap, self.threshold
+        options = self.group.span, sinks, softcap, self.threshold, batch.ends(self.group)
         return turboquant_attention(q, batch.view(self), batch.starts, scale, *options)
 
     def attend_pages(self, table: Tensor, lengths: Tensor, starts: Tensor, q: Tensor, scale: float) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
-from auraflux.ops._dispatch import check_dense, check_dtype, check_shape
+from auraflux.ops._dispatch import Declined, check_dense, check_dtype, check_shape
 from auraflux.validation import check_fields
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -121,6 +121,12 @@ def _check_index(table: Tensor, lengths: Tensor, pool: tuple[int, int]) -> None:
     check_shape("lengths", lengths, table.shape[0])
     check_dtype("table", table, torch.int32)
     check_dtype("lengths", lengths, torch.int32)
+
+
+def causal_only(ends: Tensor | None) -> None:
+    """Decline queries that see positions after their own."""
+    if ends is not None:
+        raise Declined("the tokens of an image attend to each other in both directions")
 
 
 def check_starts(starts: Tensor, pages: Any) -> None:

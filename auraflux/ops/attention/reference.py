@@ -71,6 +71,13 @@ def check_window(window: int | None) -> None:
         raise InputError(f"'window' is {window}; it must be a number of positions below 2**63, or None.")
 
 
+def check_ends(ends: Tensor | None, tokens: int) -> None:
+    """Check that there is an end for each token, or None."""
+    if ends is not None:
+        check_shape("ends", ends, tokens)
+        check_dtype("ends", ends, torch.int32)
+
+
 def _check_attention(
     q: Tensor,
     pages: KVPages,
@@ -79,8 +86,9 @@ def _check_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    ends: Tensor | None = None,
 ) -> None:
-    check_dense(q=q, pages=pages.k, starts=starts, sinks=sinks)
+    check_dense(q=q, pages=pages.k, starts=starts, sinks=sinks, ends=ends)
     _, heads, _, width = pages.k.shape
     check_shape("q", q, None, None, width)
     check_dtype("q", q, *DTYPES)
@@ -91,6 +99,7 @@ def _check_attention(
         check_shape("sinks", sinks, q.shape[1])
         check_dtype("sinks", sinks, torch.float32)
     check_window(window)
+    check_ends(ends, len(q))
     if softcap is not None and not softcap > 0:
         raise InputError(f"softcap is {softcap}; it must be positive, or None.")
 
@@ -112,6 +121,19 @@ def attention_partials(
 
     Where nothing is visible o = 0, m = -inf, l = 0; with sinks m = sink, l = 1.
     """
+    return _partials(q, pages, starts, scale, window, sinks, softcap)
+
+
+def _partials(
+    q: Tensor,
+    pages: KVPages,
+    starts: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    ends: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     heads, groups = pages.k.shape[1], q.shape[1] // pages.k.shape[1]
     o = q.new_zeros(*q.shape[:2], pages.v.shape[3], dtype=torch.float32)
     m, l = o.new_full(q.shape[:2], -torch.inf), o.new_zeros(q.shape[:2])  # noqa: E741
@@ -124,7 +146,7 @@ def attention_partials(
         scores = torch.einsum("nhgd,thd->hgnt", queries, k)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        seen = visible(new, length, first, length, window, q.device)
+        seen = visible(new, length, first, length, window, q.device, None if ends is None else ends[mine])
         sink = None if sinks is None else sinks.view(heads, groups, 1, 1)
         found = weigh(scores, v.transpose(0, 1)[:, None], seen, sink)
         o[mine], highest, total = (part.permute(2, 0, 1, 3).flatten(1, 2) for part in found)
@@ -141,6 +163,7 @@ def attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """Attend from each query to the keys at its position and before it.
 
@@ -149,9 +172,11 @@ def attention(
     window   a query at p sees only positions above p - window
     sinks    [Hq]         float32; unscaled logit of one more key whose value is 0
     softcap  cap scores: softcap * tanh(score / softcap)
+    ends     [T]          int32; a query sees positions before this one, and those after its own in spite of a window. Not
+                          beyond its sequence
     returns  [T, Hq, Dv]  in q's dtype; zeros where nothing is visible
     """
-    o, _, l = attention_partials.reference(q, pages, starts, scale, window, sinks, softcap)  # noqa: E741
+    o, _, l = _partials(q, pages, starts, scale, window, sinks, softcap, ends)  # noqa: E741
     return mean(o.squeeze(1), l).view(*q.shape[:2], pages.v.shape[3]).to(q.dtype)
 
 

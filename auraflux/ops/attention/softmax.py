@@ -4,11 +4,16 @@ import torch
 from torch import Tensor
 
 
-def visible(new: int, length: int, first: int, last: int, window: int | None, device: torch.device) -> Tensor:
-    """Return which of the positions [first, last) each of the last `new` tokens of a sequence sees: [new, last - first]."""
+def visible(
+    new: int, length: int, first: int, last: int, window: int | None, device: torch.device, ends: Tensor | None = None
+) -> Tensor:
+    """Return which of the positions [first, last) each of the last `new` tokens of a sequence sees: [new, last - first].
+
+    ends  [new]  the position before which each token sees; None for the one after its own
+    """
     position = torch.arange(length - new, length, device=device)[:, None]
     key = torch.arange(first, last, device=device)
-    seen = key <= position
+    seen = key <= position if ends is None else key < ends[:, None]
     return seen if window is None else seen & (key > position - window)
 
 

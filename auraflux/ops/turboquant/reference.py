@@ -10,7 +10,7 @@ from torch import Tensor
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
 from auraflux.ops.attention.pages import DTYPES, check_starts, rows_of
-from auraflux.ops.attention.reference import check_window, merge_partials
+from auraflux.ops.attention.reference import check_ends, check_window, merge_partials
 from auraflux.ops.rope.reference import check_norm_rope, norm_rope
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.codebook import Codebook, check_bits, codebook
@@ -203,6 +203,21 @@ def turboquant_partials(
     there is one more block, of the rows that a query reads from there. With sinks there is another, the last: o = 0, m = sink,
     l = 1. When positions are split between calls, one of them gets the sinks.
     """
+    return _partials(q, pages, starts, scale, block, window, sinks, softcap, threshold)
+
+
+def _partials(
+    q: Tensor,
+    pages: CodePages,
+    starts: Tensor,
+    scale: float,
+    block: int,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    threshold: float = 0.0,
+    ends: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     pages = pages.arranged(Arrangement.ROWS)
     tokens, heads, width = q.shape
     blocks = max(1, -(-pages.capacity // block)) + (pages.full_precision is not None)
@@ -213,11 +228,11 @@ def turboquant_partials(
     reach = None if window is None else max(window - 1, 0)
     for b, start, new, oldest, length in pages.spans(starts, tokens, reach):
         mine, query_positions = slice(start, start + new), torch.arange(length - new, length, device=q.device)[:, None]
-        parts = [(n, coded_rows(pages, b, *ends)) for n, ends in _split(oldest, length, block)]
+        parts = [(n, coded_rows(pages, b, *bounds)) for n, bounds in _split(oldest, length, block)]
         if pages.full_precision is not None:
             parts.append((blocks - 1, full_precision_rows(pages.full_precision, b, new, length)))
         for n, rows in parts:
-            seen = rows.positions <= query_positions
+            seen = rows.positions <= query_positions if ends is None else rows.positions < ends[mine, None]
             if window is not None:
                 seen &= rows.positions > query_positions - window
             if pages.full_precision is not None:
@@ -243,8 +258,9 @@ def _check_turboquant_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     threshold: float = 0.0,
+    ends: Tensor | None = None,
 ) -> None:
-    check_dense(q=q, starts=starts, sinks=sinks, pages=pages.table)
+    check_dense(q=q, starts=starts, sinks=sinks, pages=pages.table, ends=ends)
     check_dtype("q", q, *DTYPES)
     check_shape("q", q, None, None, pages.width)
     _check_groups("q", q.shape[1], pages.heads)
@@ -253,6 +269,7 @@ def _check_turboquant_attention(
         check_dtype("sinks", sinks, torch.float32)
         check_shape("sinks", sinks, q.shape[1])
     check_window(window)
+    check_ends(ends, len(q))
     if softcap is not None and not softcap > 0:
         raise InputError(f"'softcap' is {softcap}; a positive number is needed, or None for no cap.")
     if not 0 <= threshold < 1:
@@ -279,6 +296,7 @@ def turboquant_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     threshold: float = 0.0,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """Attend from each query to the quantized keys at its position and before it.
 
@@ -288,13 +306,14 @@ def turboquant_attention(
     sinks      [Hq]        float32; the logit, not scaled, of one more key whose value is 0
     softcap    squash scores to softcap * tanh(score / softcap)
     threshold  values with a smaller share of the weights of all keys, without sinks, are skipped
+    ends       [T]         int32; see `attention`
     returns    [T, Hq, D]  in q's dtype; zeros where nothing is visible
 
     A one-pass kernel only knows an upper bound of a share. It may read values that are skipped here, never the reverse, so
     results agree up to `threshold` times the values' norms.
     """
-    options = window, sinks, softcap, threshold
-    partials = turboquant_partials.reference(q, pages, starts, scale, max(1, pages.capacity), *options)
+    options = window, sinks, softcap, threshold, ends
+    partials = _partials(q, pages, starts, scale, max(1, pages.capacity), *options)
     out = merge_partials.reference(*partials).view(q.shape)
     return rotate.reference(out, pages.seed, inverse=True).to(q.dtype)
 

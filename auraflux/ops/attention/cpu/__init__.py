@@ -14,7 +14,7 @@ from auraflux.ops.attention.cpu.page_index import NO_WINDOW, append_rows, count_
 from auraflux.ops.attention.cpu.routes import ATTENTION, HEAD_PRODUCTS, Attend, Launch, panels
 from auraflux.ops.attention.cpu.token_selection import choose_positions
 from auraflux.ops.attention.cpu.work_items import PRODUCTS_PARALLEL, Batch, run
-from auraflux.ops.attention.pages import KVPages, LatentPages, Pages, RowPages
+from auraflux.ops.attention.pages import KVPages, LatentPages, Pages, RowPages, causal_only
 from auraflux.ops.norm.cpu import rms_norm
 from auraflux.ops.rope.cpu import rope
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, like, share, threads
@@ -90,7 +90,9 @@ def attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
+    causal_only(ends)
     launches = ATTENTION(_attend_call(q, pages, window))
     if not launches:
         count_pairs(pages, starts, q.shape[0], 0)

@@ -8,7 +8,7 @@ from auraflux.ops.attention.cuda.append import append_rows, split_rows
 from auraflux.ops.attention.cuda.flash_paged import attend
 from auraflux.ops.attention.cuda.mla_rope_append import not_fused, rope_append
 from auraflux.ops.attention.cuda.routes import ATTENTION, HEAD_PRODUCTS, LATENT, Attend, AttendLatent, HeadProducts
-from auraflux.ops.attention.pages import KVPages, LatentPages, Pages
+from auraflux.ops.attention.pages import KVPages, LatentPages, Pages, causal_only
 from auraflux.ops.gpu.blocks.flash import RecentKeys
 from auraflux.ops.gpu.blocks.pages import index_of
 from auraflux.ops.gpu.blocks.softmax import Partials, empty_partials, launch_merge
@@ -41,8 +41,10 @@ def attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    ends: Tensor | None = None,
     recent: RecentKeys | None = None,
 ) -> Tensor:
+    causal_only(ends)
     out = torch.empty(*q.shape[:2], pages.v.shape[3], dtype=q.dtype, device=q.device)
     ATTENTION(Attend(q, pages, starts, scale, window, sinks, softcap, out, recent))
     return out

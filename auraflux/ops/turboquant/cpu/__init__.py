@@ -16,6 +16,7 @@ from auraflux.ops.attention.cpu.mla_panels import ROWS, panel_scratch
 from auraflux.ops.attention.cpu.page_index import NO_WINDOW, append_rows, count_pairs, index_of
 from auraflux.ops.attention.cpu.row_tiles import PART
 from auraflux.ops.attention.cpu.work_items import PRODUCTS_PARALLEL, Batch, run
+from auraflux.ops.attention.pages import causal_only
 from auraflux.ops.attention.reference_latent import split_latent
 from auraflux.ops.attention.reference_token_selection import TokenSelection
 from auraflux.ops.norm.cpu import rms_norm
@@ -214,7 +215,9 @@ def turboquant_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     threshold: float = 0.0,
+    ends: Tensor | None = None,
 ) -> Tensor:
+    causal_only(ends)
     kernel = ATTEND(Attend(q.shape[0], pages))
     tokens, heads, width = q.shape
     jobs = threads_for(count_pairs(pages, starts, tokens, _reach(window)) * heads * width)

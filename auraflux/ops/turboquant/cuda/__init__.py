@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
+from auraflux.ops.attention.pages import causal_only
 from auraflux.ops.gpu.blocks.softmax import Partials
 from auraflux.ops.gpu.device import ready
 from auraflux.ops.turboquant.codebook import Codebook, explicit_codebook
@@ -115,7 +116,9 @@ def turboquant_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     threshold: float = 0.0,
+    ends: Tensor | None = None,
 ) -> Tensor:
+    causal_only(ends)
     _check(q, pages.width)
     _check_size(pages.width, pages.key_book, pages.value_book)
     return ATTEND(Attend(q, pages, starts, scale, window, sinks, softcap))

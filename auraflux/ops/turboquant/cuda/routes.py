@@ -104,7 +104,7 @@ def _refuses_dequantized(call: Attend) -> str | None:
 def _dequantized(call: Attend) -> Tensor:
     q, pages, starts, scale, window, sinks, softcap = call
     pages_16, recent = prefill_dequantize.dequantized(pages, starts, window, len(q), q.dtype)
-    return attention(q, pages_16, starts, scale, window, sinks, softcap, recent)
+    return attention(q, pages_16, starts, scale, window, sinks, softcap, recent=recent)
 
 
 def _refuses_latent(call: AttendLatent) -> str | None:
