@@ -32,6 +32,8 @@ class Admission:
         """Refuse a request that cannot be served."""
         context, sampling = self.engine.cache.context, request.sampling
         adapter_number(self.engine.adapters, request.adapter)
+        if self.engine.cache.bidirectional and request.pooling is None:
+            raise InputError("the model embeds prompts and generates nothing: its attention is bidirectional.")
         if not request.prompt:
             raise InputError("the prompt is empty: there is nothing to continue.")
         vocab, tokens = self.engine.model.config.vocab, (*request.prompt, *sampling.logit_bias)
@@ -89,6 +91,9 @@ class Admission:
         They are the position before the last token, the start of the last message, the ends of the first long messages, which
         are instructions that other prompts share, and the ends of the first images, after which questions differ.
         """
+        if request.pooling is not None:
+            # nothing branches off a prompt that is embedded
+            return []
         prompt = request.prompt
         lengths = {len(prompt) - 1}
         if self.engine.cache.needs_checkpoints:
