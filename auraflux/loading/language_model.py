@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from auraflux.adapters.loaded import adapter_number
-from auraflux.engine.request import Output, Request, RequestStats
+from auraflux.engine.request import Output, Request, RequestStats, check_generates
 from auraflux.engine.sampling import DefaultSampling, Sampling
 from auraflux.errors import InputError, SettingsError
 from auraflux.scheduler.scheduler import Scheduler
@@ -68,6 +68,11 @@ class LanguageModel:
     def context(self) -> int:
         """Maximum tokens of a prompt and its continuation together."""
         return self.engine.cache.context
+
+    @property
+    def generates(self) -> bool:
+        """Return whether the model generates text; one with bidirectional attention embeds inputs only."""
+        return not self.engine.cache.bidirectional
 
     def embed(self, inputs: Sequence[Prompt], prompt_name: str | None = None, dimensions: int | None = None) -> np.ndarray:
         """Embed inputs in one batch, [N, D] float32; refuse a model that is not made for it, see docs/serving.md.
@@ -208,6 +213,7 @@ class LanguageModel:
 
     def _chat_request(self, messages: Sequence[Message], sampling: dict[str, Any]) -> Request:
         """Build a request that also stops at the template's end-of-turn token."""
+        check_generates(self.generates)
         prompt, images = self._chat_prompt(messages)
         ends = self.scheduler.admission.stop_token_ids | self._need_tokenizer("a conversation").end_of_turn_ids
         return self._request(prompt, sampling, ends, images)

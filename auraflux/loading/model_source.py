@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from auraflux.cache import CacheSettings
+from auraflux.cache.layer_shapes import is_bidirectional
 from auraflux.distributed.parallel import Parallel
 from auraflux.errors import SettingsError
 from auraflux.models import family, family_name
@@ -46,6 +47,9 @@ class ModelSource:
         settings = settings.for_family(family_name(checkpoint.config))
         config = module.Config.from_hf(checkpoint.config)
         shapes = module.make_caches(config)
+        if is_bidirectional(shapes):
+            # nothing is cached
+            settings = CacheSettings("none", device=settings.device)
         mtp_shapes = _mtp_shapes(checkpoint, module, config, shapes, ranks) if mtp else []
         return cls(checkpoint, watch, module, config, settings, shapes, mtp_shapes, read_embedding(path))
 

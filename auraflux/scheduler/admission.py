@@ -6,7 +6,7 @@ from typing import Any
 
 from auraflux.adapters.loaded import adapter_number
 from auraflux.engine.engine import Engine
-from auraflux.engine.request import Output, Request, ThinkingBudget
+from auraflux.engine.request import Output, Request, ThinkingBudget, check_generates
 from auraflux.engine.thinking import ThinkingMatcher, TokenMatcher
 from auraflux.errors import ContextError, InputError
 from auraflux.scheduler.generation import Generation
@@ -32,8 +32,8 @@ class Admission:
         """Refuse a request that cannot be served."""
         context, sampling = self.engine.cache.context, request.sampling
         adapter_number(self.engine.adapters, request.adapter)
-        if self.engine.cache.bidirectional and request.pooling is None:
-            raise InputError("the model embeds prompts and generates nothing: its attention is bidirectional.")
+        if request.pooling is None:
+            check_generates(not self.engine.cache.bidirectional)
         if not request.prompt:
             raise InputError("the prompt is empty: there is nothing to continue.")
         vocab, tokens = self.engine.model.config.vocab, (*request.prompt, *sampling.logit_bias)

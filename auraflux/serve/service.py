@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from auraflux.engine.request import Request, ThinkingBudget
+from auraflux.engine.request import Request, ThinkingBudget, check_generates
 from auraflux.engine.sampling import DefaultSampling, Sampling
 from auraflux.errors import ContextError, InputError, RankError, TemplateError
 from auraflux.serve.chat.conversation import Conversation, Format, partial_reply, system_message_variants
@@ -164,6 +164,7 @@ class Service:
     async def chat(self, conversation: Conversation) -> list[ChatOutput]:
         """Start `conversation.count` answers to a conversation."""
         self.check_ready()
+        check_generates(self.facts.generates)
         self.limits.check(conversation)
         tokens, images, tail, grammar, thinking = await asyncio.to_thread(self._prepare, conversation)
         syntax = self.syntax
@@ -198,6 +199,7 @@ class Service:
         prompt_logprobs  number of most likely tokens to report with each prompt token; None for no log probabilities
         """
         self.check_ready()
+        check_generates(self.facts.generates)
         self.limits.check_sampling(sampling, format, count)
 
         def prepare() -> list[Request]:
@@ -248,7 +250,9 @@ class Service:
     def _cut(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """Return tokens cut to the context; a special token at their end, which pooling may read, stays."""
         most = self.facts.context
-        last = tokens[-1:] if self.link.tokenizer is not None and tokens[-1:] and tokens[-1] in self.tokenizer.special_ids else ()
+        last = (
+            tokens[-1:] if self.link.tokenizer is not None and tokens[-1:] and tokens[-1] in self.tokenizer.special_ids else ()
+        )
         return tokens if len(tokens) <= most else (*tokens[: most - len(last)], *last)
 
     async def pool(self, requests: Sequence[Request]) -> list[ChatOutput]:

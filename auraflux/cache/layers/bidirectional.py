@@ -3,6 +3,8 @@
 Nothing is stored. A step holds all tokens of its sequences, so keys and values live from `append` to `attend` only.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -19,6 +21,7 @@ class BidirectionalLayer(AttentionLayer):
     window  a token attends to tokens less than this many positions away; None for all
     """
 
+    group: Any = None
     token_nbytes = 0
 
     def __init__(self, window: int | None):

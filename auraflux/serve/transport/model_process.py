@@ -53,6 +53,7 @@ def facts_of(model: LanguageModel, name: str | None = None) -> ModelFacts:
         default_sampling=model.default_sampling,
         headers=_facts(read_headers, model.path),
         path=model.path,
+        generates=model.generates,
         embedding=model.embedding,
         images=None if model.vision is None else model.vision.processor,
         no_images=model.no_images,
