@@ -250,10 +250,10 @@ class Service:
     def _cut(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """Return tokens cut to the context; a special token at their end, which pooling may read, stays."""
         most = self.facts.context
-        last = (
-            tokens[-1:] if self.link.tokenizer is not None and tokens[-1:] and tokens[-1] in self.tokenizer.special_ids else ()
-        )
-        return tokens if len(tokens) <= most else (*tokens[: most - len(last)], *last)
+        if len(tokens) <= most:
+            return tokens
+        special = self.link.tokenizer is not None and tokens[-1] in self.link.tokenizer.special_ids
+        return (*tokens[: most - 1], tokens[-1]) if special else tokens[:most]
 
     async def pool(self, requests: Sequence[Request]) -> list[ChatOutput]:
         """Return the finished outputs of requests with `pooling`."""

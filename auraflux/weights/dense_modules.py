@@ -3,7 +3,6 @@
 They lie in folders of their own beside the model, or as tensors `dense.0.weight`, `dense.1.weight` in a GGUF file.
 """
 
-import math
 from dataclasses import dataclass
 from itertools import count, pairwise, takewhile
 from pathlib import Path

@@ -13,7 +13,17 @@ import auraflux
 from auraflux.errors import ContextError, FormatError, InputError, SettingsError
 from auraflux.loading.warmup import warm_up
 from auraflux.weights.formats.embedding import read_embedding
-from tests.weights.embedding_models import WIDTHS, dense_weights, embedding_gemma, embeddings, save_modules
+from tests.weights.embedding_models import (
+    GGUF_GEMMA,
+    WIDTHS,
+    dense_weights,
+    embedding_gemma,
+    embeddings,
+    gemma,
+    save_modules,
+    write_embedding_gguf,
+)
+from tests.weights.formats.gguf_files import VOCAB
 
 PROMPTS = [[5], [1, 2, 3], list(range(100)), [7] * 200]
 
@@ -50,7 +60,7 @@ def test_what_such_a_model_cannot_do_is_refused(model: Any, folder: Path):
             work()
     with pytest.raises(ContextError, match="401 tokens, and the context is limited to 400"):
         model.embed([[1] * 401])
-    with pytest.raises(InputError, match="no prompt 'other'. Its prompts: query, document"):
+    with pytest.raises(InputError, match=r"no prompt 'other'\. Its prompts: query, document"):
         model.embed(["x"], "other")
     with pytest.raises(InputError, match="no input"):
         model.embed([])
@@ -98,3 +108,13 @@ def test_damaged_dense_modules_are_refused(tmp_path: Path):
     save_modules(folder, dense_weights()[:1] * 2)
     with pytest.raises(FormatError, match="do not follow each other: 48 wide"):
         auraflux.load(folder, "cpu", exact=True)
+
+
+@pytest.mark.parametrize("architecture", ["gemma-embedding", "gemma3"])
+def test_gguf_files_of_llama_cpp_and_of_ollama(architecture: str, tmp_path: Path):
+    source = gemma(**GGUF_GEMMA)
+    source.save_pretrained(tmp_path)
+    path = write_embedding_gguf(tmp_path / "model.gguf", source, architecture)
+    prompts = [[token % VOCAB for token in prompt] for prompt in PROMPTS]
+    found = auraflux.load(path, "cpu", exact=True).embed(prompts)
+    np.testing.assert_allclose(found, embeddings(tmp_path, prompts), atol=1e-5)

@@ -1,6 +1,7 @@
 """Tiny models like EmbeddingGemma in the files of sentence-transformers, and their embeddings by transformers."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tests.tested import external_oracle
 from tests.tokenizer.toy_tokenizers import byte_level
+from tests.weights.formats.gguf_files import VOCAB, write_gguf
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 PROMPTS = {"query": "task: search result | query: ", "document": "title: none | text: "}
@@ -29,7 +31,11 @@ GEMMA: dict[str, Any] = {
     "max_position_embeddings": 400,
     "use_bidirectional_attention": True,
 }
-WIDTHS = (48, 72, 40)  # of pooled vectors, between the Dense modules, of embeddings
+WIDTHS = (48, 72, 48)  # of pooled vectors, between the Dense modules, of embeddings
+
+
+# as architecture gemma-embedding has them: every sixth layer is global
+GGUF_GEMMA: dict[str, Any] = {"num_hidden_layers": 7, "layer_types": None, "vocab_size": VOCAB, "query_pre_attn_scalar": 32}
 
 
 def gemma(**changes: Any) -> Any:
@@ -50,7 +56,7 @@ def gemma(**changes: Any) -> Any:
 
 def dense_weights() -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return [torch.randn(after, before, generator=generator) for before, after in zip(WIDTHS, WIDTHS[1:], strict=False)]
+    return [torch.randn(after, before, generator=generator) for before, after in pairwise(WIDTHS)]
 
 
 def save_modules(folder: Path, weights: list[Tensor], **dense: Any) -> None:
@@ -99,3 +105,32 @@ def embeddings(folder: Path, tokens: list[list[int]]) -> np.ndarray:
     for weight in dense_weights():
         pooled = pooled @ weight.T
     return torch.nn.functional.normalize(pooled, dim=1).numpy()
+
+
+def write_embedding_gguf(path: Path, model: Any, architecture: str = "gemma-embedding") -> Path:
+    """Write a model like EmbeddingGemma as llama.cpp's converter does, or with the names of Ollama's."""
+    config = model.config
+    tensors = {f"model.{name}": tensor.numpy(force=True) for name, tensor in model.state_dict().items()}
+    for number, weight in enumerate(dense_weights()):
+        # the writer renames these like the model's own tensors
+        tensors[f"dense.{number}.weight"] = weight.numpy()
+    metadata = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.sliding_window": config.to_dict()["sliding_window"],
+        "rope.freq_base": 1000000.0,
+        "rope.freq_base_swa": 10000.0,
+        "pooling_type": 1,
+        "dense_2_feat_in": WIDTHS[0],
+        "dense_2_feat_out": WIDTHS[1],
+        "dense_3_feat_in": WIDTHS[1],
+        "dense_3_feat_out": WIDTHS[2],
+    }
+    return write_gguf(path, tensors, "F32", architecture, metadata, tokenizer=True)

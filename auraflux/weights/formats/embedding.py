@@ -159,6 +159,6 @@ def unsupported_dense(config: Fields) -> str | None:
     if config.get("use_residual", FLAG, False):
         return "its Dense module has a residual connection (use_residual)"
     names = {config.get(key, NAME, "sentence_embedding") for key in ("module_input_name", "module_output_name")}
-    return (
-        None if names == {"sentence_embedding"} else f"its Dense module is not for pooled vectors ({', '.join(sorted(names))})"
-    )
+    if names != {"sentence_embedding"}:
+        return f"its Dense module is not for pooled vectors ({', '.join(sorted(names))})"
+    return None
