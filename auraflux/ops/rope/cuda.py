@@ -1,4 +1,4 @@
-"""RoPE on CUDA: a program rotates some heads of one token (`hopper/rope.py`)."""
+"""RoPE on CUDA: a program rotates some heads of one token (`gpu/blocks/rope.py`)."""
 
 from typing import NamedTuple
 
@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops._dispatch import Declined
-from auraflux.ops.gpu.blocks.rope import rotate_heads
+from auraflux.ops.gpu.blocks.rope import Rope, rotate_heads
 from auraflux.ops.gpu.device import ready
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv, power_of_two
@@ -19,13 +18,14 @@ GROWN = 1024  # elements per program
 
 @triton.jit
 def _rotate(
-    x, inv_freq, positions, out, heads, width, half, mscale,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    x, turning, out, heads, width, half,
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
     rotate_heads(
-        x, None, inv_freq, positions, out, block, heads, width, width, half, mscale, 0.0, INTERLEAVED, HEADS, HALF, REST
-    )
+        x, None, turning.inv_freq, turning.positions, out, block, heads, width, width, half, turning.mscale, 0.0,
+        INTERLEAVED, HEADS, HALF, REST, EACH,
+    )  # fmt: skip
 
 
 class QKTensors(NamedTuple):
@@ -56,31 +56,32 @@ class QKShape(NamedTuple):
 
 @triton.jit
 def _rotate_both(
-    t, shape, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    t, shape,
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
     if block < shape.q_blocks:
         rotate_heads(
             t.q, t.q_weight, t.inv_freq, t.positions, t.q_out, block, shape.q_heads, shape.q_pitch, shape.width, shape.half,
-            shape.mscale, shape.eps, INTERLEAVED, HEADS, HALF, REST,
+            shape.mscale, shape.eps, INTERLEAVED, HEADS, HALF, REST, EACH,
         )  # fmt: skip
     else:
         block -= shape.q_blocks
         rotate_heads(
             t.k, t.k_weight, t.inv_freq, t.positions, t.k_out, block, shape.k_heads, shape.width, shape.width, shape.half,
-            shape.mscale, shape.eps, INTERLEAVED, HEADS, HALF, REST,
+            shape.mscale, shape.eps, INTERLEAVED, HEADS, HALF, REST, EACH,
         )  # fmt: skip
 
 
 def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False) -> Tensor:
-    _one_position(positions)
     ready(x)
     out = torch.empty_like(x)
     (tokens, heads, width), half = x.shape, inv_freq.shape[0]
     if x.numel():
         block = min(HEADS, power_of_two(heads))
-        sizes = heads, width, half, float(mscale), interleaved, block, *_blocks(width, half)
-        launch(_rotate, (tokens, cdiv(heads, block)))(x, inv_freq, positions, out, *sizes, num_warps=2)
+        sizes = heads, width, half, interleaved, block, *_blocks(width, half), positions.dim() == 2
+        turning = Rope(inv_freq, positions, float(mscale))
+        launch(_rotate, (tokens, cdiv(heads, block)))(x, turning, out, *sizes, num_warps=2)
     return out
 
 
@@ -114,7 +115,6 @@ def norm_rope(
     mscale: float = 1.0,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    _one_position(positions)
     ready(q)
     q_out, k_out = q.new_empty(q.shape), torch.empty_like(k)
     (tokens, q_heads, width), k_heads, half = q.shape, k.shape[1], inv_freq.shape[0]
@@ -124,14 +124,9 @@ def norm_rope(
         shape = QKShape(q_heads, k_heads, q_blocks, q.stride(1), width, half, float(mscale), float(eps))
         q_weight, k_weight = norms or (None, None)
         tensors = QKTensors(q, k, q_weight, k_weight, inv_freq, positions, q_out, k_out)
-        constants = interleaved, block, *_blocks(width, half)
+        constants = interleaved, block, *_blocks(width, half), positions.dim() == 2
         launch(_rotate_both, (tokens, q_blocks + k_blocks))(tensors, shape, *constants, num_warps=2)
     return q_out, k_out
-
-
-def _one_position(positions: Tensor) -> None:
-    if positions.dim() == 2:
-        raise Declined("each frequency has its own position (multimodal RoPE)")
 
 
 def _blocks(width: int, half: int) -> tuple[int, int]:

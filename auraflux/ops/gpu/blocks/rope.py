@@ -42,14 +42,21 @@ def cos_sin(angle):
 @triton.jit
 def rotate_heads(
     x, weight, inv_freq, positions, out, block, heads, pitch, width, half, mscale, eps,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, EACH: tl.constexpr = False,
 ):  # fmt: skip
-    """Rotate HEADS heads of a token, at a stride of `pitch`, by its position; with a weight, normalise them first."""
+    """Rotate HEADS heads of a token, at a stride of `pitch`, by its position; with a weight, normalise them first.
+
+    EACH  positions are [T, half], one for each frequency
+    """
     token = tl.program_id(0)
     head = block * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, HALF)
     frequency = tl.load(inv_freq + i, mask=i < half, other=0.0)
-    cosine, sine = cos_sin(tl.load(positions + token).to(tl.float32) * frequency)
+    if EACH:
+        position = tl.load(positions + token.to(tl.int64) * half + i, mask=i < half, other=0)
+    else:
+        position = tl.load(positions + token)
+    cosine, sine = cos_sin(position.to(tl.float32) * frequency)
     cosine, sine = (cosine * mscale)[None, :], (sine * mscale)[None, :]
     head_row = token.to(tl.int64) * heads + head[:, None]
     source, row = head_row * pitch, head_row * width
