@@ -10,7 +10,14 @@ if TYPE_CHECKING:
     from auraflux.cache.batch import Batch, Logits
     from auraflux.cache.cache import Cache
     from auraflux.cache.kv_sequence import KVSequence, Snapshot
-    from auraflux.cache.layer_shapes import AttentionShape, BlockSparseShape, CompressedShape, LatentShape, SparseLatentShape
+    from auraflux.cache.layer_shapes import (
+        AttentionShape,
+        BidirectionalShape,
+        BlockSparseShape,
+        CompressedShape,
+        LatentShape,
+        SparseLatentShape,
+    )
     from auraflux.cache.mixed_batch import MixedBatch
     from auraflux.cache.recurrent_shapes import ChannelDeltaShape, NGramShape, RecurrentShape, ScanShape
     from auraflux.cache.settings import CacheSettings
@@ -18,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AttentionShape",
     "Batch",
+    "BidirectionalShape",
     "BlockSparseShape",
     "Cache",
     "CacheSettings",
@@ -37,6 +45,7 @@ __all__ = [
 _HOMES = {
     "AttentionShape": "auraflux.cache.layer_shapes",
     "Batch": "auraflux.cache.batch",
+    "BidirectionalShape": "auraflux.cache.layer_shapes",
     "BlockSparseShape": "auraflux.cache.layer_shapes",
     "Cache": "auraflux.cache.cache",
     "CacheSettings": "auraflux.cache.settings",

@@ -10,7 +10,14 @@ from torch import Tensor
 from auraflux.cache.batch import Batch, Logits
 from auraflux.cache.key_calibration import ModelCalibration
 from auraflux.cache.kv_sequence import CacheGroup, Checkpoints, KVSequence, Snapshot
-from auraflux.cache.layer_shapes import AttentionShape, BlockSparseShape, CompressedShape, LatentShape
+from auraflux.cache.layer_shapes import (
+    AttentionShape,
+    BidirectionalShape,
+    BlockSparseShape,
+    CompressedShape,
+    LatentShape,
+    is_bidirectional,
+)
 from auraflux.cache.layers.recurrent import StateGroup
 from auraflux.cache.page_shards import UNSHARDED, PageShard
 from auraflux.cache.pages import LayerGroup
@@ -23,7 +30,7 @@ from auraflux.ops.turboquant.calibration import Calibration
 MIN_LENGTH_BUCKET = 64  # tokens
 SINK_COPIES = 4  # distinct sink-token pages to reserve per sequence, for forks and prefix entries
 
-LayerShape = AttentionShape | LatentShape | CompressedShape | BlockSparseShape | RecurrentShape
+LayerShape = AttentionShape | BidirectionalShape | LatentShape | CompressedShape | BlockSparseShape | RecurrentShape
 
 
 class Cache:
@@ -173,7 +180,7 @@ class Cache:
         """Bytes of one more token on this rank."""
         # layers after the last one with a cache append nothing
         local = [self.layers[number] for number in self.local_layers if number < len(self.layers)]
-        return sum(-(-layer.token_nbytes // layer.group.page_shard.size) for layer in local)
+        return sum(-(-layer.token_nbytes // layer.group.page_shard.size) for layer in local if layer.token_nbytes)
 
     @property
     def sequence_nbytes(self) -> int:
@@ -221,6 +228,11 @@ class Cache:
     def needs_checkpoints(self) -> bool:
         """Return whether sequences can be truncated to checkpoints only: they have recurrent states or sliding windows."""
         return self.has_states or any(group.span is not None for group in self._page_groups.values())
+
+    @property
+    def bidirectional(self) -> bool:
+        """Return whether tokens attend to later ones: a prompt is computed in one step, and nothing follows it."""
+        return is_bidirectional(self.shapes)
 
     @property
     def supports_padding(self) -> bool:

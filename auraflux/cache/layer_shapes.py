@@ -1,11 +1,12 @@
 """Shapes of attention layers: what a model declares of each layer, and the cache layer built for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from auraflux.cache.layers.bidirectional import BidirectionalLayer
 from auraflux.cache.layers.block_sparse import BlockSparseLayer
 from auraflux.cache.layers.compressed import CompressedEntries, CompressedLayer, WindowLayer
 from auraflux.cache.layers.context_parallel import (
@@ -111,6 +112,39 @@ class AttentionShape:
         calibration = cache.layer_calibration(number, self.heads, self.width)
         quantized = ContextParallelQuantizedLayer if group.page_shard.is_sharded else QuantizedLayer
         return quantized(group, self.heads, self.width, bits, settings.seed, settings.sparse_v, sinks, recent, calibration)
+
+
+@dataclass(frozen=True)
+class BidirectionalShape:
+    """Attention to earlier and later tokens of a prompt that is computed in one step; nothing is stored.
+
+    window  a token attends to tokens less than this many positions away; None for all
+    """
+
+    window: int | None = None
+    attends = False
+    span = page = None
+    uncompressed_nbytes = 0
+
+    @property
+    def title(self) -> str:
+        near = "" if self.window is None else f", {self.window - 1} tokens to each side"
+        return f"bidirectional attention{near}"
+
+    def sliced(self, share: Share) -> "BidirectionalShape":
+        """Return the same shape: it has no heads."""
+        return self
+
+    def refusal(self, bits: Bits, settings: CacheSettings) -> str | None:
+        return "bidirectional attention stores no keys and values."
+
+    def build(self, cache: LayerContext, bits: Bits | None, number: int) -> BidirectionalLayer:
+        return BidirectionalLayer(self.window)
+
+
+def is_bidirectional(shapes: Iterable[object]) -> bool:
+    """Return whether tokens attend to later ones in some layers."""
+    return any(isinstance(shape, BidirectionalShape) for shape in shapes)
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,9 @@ def converse(
         stdin()
     loaded = load_model(model, chosen, chat=True)
     kv = loaded.engine.cache.settings.kv
+    from auraflux.engine.request import check_generates
+
+    check_generates(loaded.generates)
     if images and loaded.vision is None:
         raise InputError(f"{loaded.path.name} takes no images: {loaded.no_images}.")
     conversation = Conversation(loaded, system, settings, kv, stats)

@@ -95,6 +95,9 @@ def kernels_of(
                 first = list(kernels)
             engine = Engine(shallow, shapes, settings, **sizes, exact=exact, graphs=False)
             sequence = engine.cache.open()
+            if engine.cache.bidirectional:
+                engine.prefill([sequence], [[0] * PROMPT], hidden=True)
+                return [], list(kernels), []
             engine.prefill([sequence], [[0] * PROMPT])
             logits = engine.decode(engine.cache.batch([sequence]), [0])
             Sampler([SamplerState(Sampling())])(logits)

@@ -1,6 +1,6 @@
 """A model with its KV cache: tokens in, logits out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Required, TypedDict, Unpack
 
 import torch
@@ -16,6 +16,7 @@ from auraflux.engine.model_runner import HiddenRunner, Model, ModelRunner, Ranks
 from auraflux.errors import CacheFull
 from auraflux.quant import QTensor
 from auraflux.vision.families import Vision
+from auraflux.weights.dense_modules import DenseModule
 from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
 
 # tokens that a GPU's prefill steps are padded to: few sizes, so that CUDA graphs are reused; coarse below 256, where a step is
@@ -62,11 +63,13 @@ class Engine:
     hidden     return the hidden states of all tokens, which MTP drafts from
 
     `vision` encodes images; None where the model takes none.
+    `dense_modules` make embeddings of pooled hidden states, one after another.
     `take_memory` takes so many bytes of GPU memory from the expert cache and returns how many it got; None without one.
     """
 
     take_memory: Callable[[int], int] | None = None
     vision: Vision | None = None
+    dense_modules: Sequence[DenseModule] = ()
 
     def __init__(
         self,

@@ -72,7 +72,7 @@ class ModelRunner:
     @property
     def graph_refusal(self) -> str | None:
         """Reason why its steps cannot be captured; None if they can."""
-        return None
+        return "attention is bidirectional" if self.cache.bidirectional else None
 
     def announce_step(self, ids: Tensor, batch: Batch) -> AbstractContextManager[None]:
         """Announce a step to other ranks; it runs inside the block."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from auraflux.engine.sampling import Sampling
+from auraflux.errors import InputError
 from auraflux.vision.span import ImageSpan
 
 
@@ -63,6 +64,12 @@ class Request:
     labels: tuple[int, ...] = ()
     images: tuple[ImageSpan, ...] = ()
     adapter: str | None = None
+
+
+def check_generates(generates: bool) -> None:
+    """Refuse to continue a prompt with a model that does not generate."""
+    if not generates:
+        raise InputError("the model embeds inputs and generates no text: its attention is bidirectional.")
 
 
 @dataclass(frozen=True)

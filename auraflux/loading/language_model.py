@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from auraflux.adapters.loaded import adapter_number
-from auraflux.engine.request import Output, Request, RequestStats
+from auraflux.engine.request import Output, Request, RequestStats, check_generates
 from auraflux.engine.sampling import DefaultSampling, Sampling
 from auraflux.errors import InputError, SettingsError
 from auraflux.scheduler.scheduler import Scheduler
@@ -23,6 +24,7 @@ from auraflux.vision.span import ImageSpan
 from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
 from auraflux.weights.experts.stats import ExpertCacheStatsByLayer
 from auraflux.weights.experts.store import ExpertStore
+from auraflux.weights.formats.embedding import Embedding, usable_embedding
 from auraflux.weights.parallel.expert_placement import PlacementResult
 
 Prompt = str | Sequence[int]
@@ -42,6 +44,7 @@ class LanguageModel:
     default_sampling  settings of generations that leave them out
     vision      takes images; None for a model that takes text only
     no_images   why it takes no images
+    embedding   how it embeds inputs; None for a model whose files do not say
     """
 
     def __init__(
@@ -54,17 +57,35 @@ class LanguageModel:
         model_type: str = "",
         default_sampling: DefaultSampling | None = None,
         no_images: str = "",
+        embedding: Embedding | None = None,
     ):
         self.scheduler, self.engine, self.tokenizer = scheduler, scheduler.engine, scheduler.admission.tokenizer
         self.path, self.notes, self.experts, self.model_type = path, notes, experts, model_type
         self.default_sampling = default_sampling or DefaultSampling()
-        self.vision, self.no_images = self.engine.vision, no_images
+        self.vision, self.no_images, self.embedding = self.engine.vision, no_images, embedding
         self.stats = Stats()
 
     @property
     def context(self) -> int:
         """Maximum tokens of a prompt and its continuation together."""
         return self.engine.cache.context
+
+    @property
+    def generates(self) -> bool:
+        """Return whether the model generates text; one with bidirectional attention embeds inputs only."""
+        return not self.engine.cache.bidirectional
+
+    def embed(self, inputs: Sequence[Prompt], prompt_name: str | None = None, dimensions: int | None = None) -> np.ndarray:
+        """Embed inputs in one batch, [N, D] float32; refuse a model that is not made for it, see docs/serving.md.
+
+        prompt_name  of the model's prompts, which precedes each text; by default the model's default one
+        dimensions   of the embeddings; by default all
+        """
+        settings = usable_embedding(self.embedding, self.path.name)
+        prompt = settings.prompt(prompt_name)
+        ids = [self._ids(prompt + each if isinstance(each, str) else each) for each in inputs]
+        outputs = self._finished([Request(tuple(each), pooling=settings.pooling) for each in ids])
+        return settings.vectors([output[-1].embedding for output in outputs], dimensions)
 
     def logits(self, ids: Prompt, adapter: str | None = None) -> Tensor:
         """Return the logits after each token of a prompt, computed through the KV cache: [T, V] float32."""
@@ -108,6 +129,10 @@ class LanguageModel:
         return self._run_batch([self._chat_request(messages, sampling) for messages in conversations])
 
     def _run_batch(self, requests: list[Request]) -> list[str]:
+        return ["".join(output.text for output in each) for each in self._finished(requests)]
+
+    def _finished(self, requests: list[Request]) -> list[list[Output]]:
+        """Return the outputs of each request once all have finished."""
         self.stats, before = Stats(), self._traffic()
         outputs: list[list[Output]] = [[] for _ in requests]
         sequences = [self.scheduler.submit(request, each.append) for request, each in zip(requests, outputs, strict=True)]
@@ -121,7 +146,7 @@ class LanguageModel:
         if sequences:
             self._measure(self.stats, [_stats_of(each[-1]) for each in outputs], before)
             self.stats.finish_reasons = tuple(_finish_reason(each[-1]) for each in outputs)
-        return ["".join(output.text for output in each) for each in outputs]
+        return outputs
 
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:
         """Render and encode a conversation up to the beginning of the reply."""
@@ -189,6 +214,7 @@ class LanguageModel:
 
     def _chat_request(self, messages: Sequence[Message], sampling: dict[str, Any]) -> Request:
         """Build a request that also stops at the template's end-of-turn token."""
+        check_generates(self.generates)
         prompt, images = self._chat_prompt(messages)
         ends = self.scheduler.admission.stop_token_ids | self._need_tokenizer("a conversation").end_of_turn_ids
         return self._request(prompt, sampling, ends, images)

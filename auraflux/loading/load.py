@@ -9,6 +9,7 @@ import torch
 
 from auraflux.adapters.peft_folder import read_adapter
 from auraflux.cache import CacheSettings
+from auraflux.cache.layer_shapes import is_bidirectional
 from auraflux.cache.prefix.disk import check_folder
 from auraflux.defaults import AUTO, CALIBRATE
 from auraflux.distributed.leader import Leader
@@ -35,6 +36,7 @@ from auraflux.speculative.mtp import MTPDrafter
 from auraflux.speculative.ngram import NGramProposer
 from auraflux.speculative.speculation import Speculation
 from auraflux.vision.families import NoVision, Vision
+from auraflux.weights.dense_modules import load_dense_modules
 from auraflux.weights.download.pull import locate
 from auraflux.weights.experts.row_table import loaded_nbytes
 from auraflux.weights.experts.settings import ExpertSettings, parse_nbytes
@@ -177,6 +179,7 @@ def load_with(path_or_name: str | Path | None, options: LoadOptions) -> Language
     vision = loader.vision(engine.chunk)
     if isinstance(vision, Vision):
         engine.vision = vision
+    engine.dense_modules = load_dense_modules(source.checkpoint, source.embedding, source.config.hidden, device)
     speculation = None if options.speculate is None else _speculation(draft_path, loader, engine)
     scheduler = Scheduler(
         engine,
@@ -197,6 +200,7 @@ def load_with(path_or_name: str | Path | None, options: LoadOptions) -> Language
         model_type=source.kind,
         default_sampling=default_sampling(source.checkpoint, options.sampling),
         no_images=vision.reason if isinstance(vision, NoVision) else "",
+        embedding=source.embedding,
     )
 
 
@@ -230,6 +234,8 @@ def _start_leader(ranks: Parallel, source: ModelSource, device: torch.device, di
     """Form the group of ranks; refuse a layout that the model does not support."""
     mesh = ranks.mesh
     model, path = source.module.Model, source.path
+    if is_bidirectional(source.shapes):
+        raise SettingsError(f"{path} has bidirectional attention, which runs in one process. Leave out --parallel.")
     if TENSOR in mesh.modes:
         if (reason := model.no_tensor_parallel(source.config)) is not None:
             raise SettingsError(f"{path} does not support tensor parallelism: {reason} Give --parallel pipeline={ranks.size}.")

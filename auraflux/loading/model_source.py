@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from auraflux.cache import CacheSettings
+from auraflux.cache.layer_shapes import is_bidirectional
 from auraflux.distributed.parallel import Parallel
 from auraflux.errors import SettingsError
 from auraflux.models import family, family_name
@@ -12,6 +13,7 @@ from auraflux.tokenizer.tokenizer import Tokenizer
 from auraflux.weights.fields import end_tokens, fields_of
 from auraflux.weights.file_watch import FileWatch
 from auraflux.weights.formats.checkpoint import open_checkpoint
+from auraflux.weights.formats.embedding import Embedding, read_embedding
 from auraflux.weights.formats.stored import Checkpoint
 
 
@@ -23,6 +25,7 @@ class ModelSource:
     settings    of the KV cache, adapted to the family
     shapes      cache shapes of its layers
     mtp_shapes  cache shapes of its MTP head, where that drafts tokens; else empty
+    embedding   how it embeds inputs; None for a model whose files do not say
     """
 
     checkpoint: Checkpoint
@@ -32,6 +35,7 @@ class ModelSource:
     settings: CacheSettings
     shapes: list[Any]
     mtp_shapes: list[Any]
+    embedding: Embedding | None
 
     @classmethod
     def open(cls, path: Path, settings: CacheSettings, mtp: bool, ranks: Parallel | None) -> "ModelSource":
@@ -43,8 +47,11 @@ class ModelSource:
         settings = settings.for_family(family_name(checkpoint.config))
         config = module.Config.from_hf(checkpoint.config)
         shapes = module.make_caches(config)
+        if is_bidirectional(shapes):
+            # nothing is cached
+            settings = CacheSettings("none", device=settings.device)
         mtp_shapes = _mtp_shapes(checkpoint, module, config, shapes, ranks) if mtp else []
-        return cls(checkpoint, watch, module, config, settings, shapes, mtp_shapes)
+        return cls(checkpoint, watch, module, config, settings, shapes, mtp_shapes, read_embedding(path))
 
     @property
     def path(self) -> Path:

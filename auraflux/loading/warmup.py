@@ -52,6 +52,9 @@ def warm_up(loaded: LanguageModel, report: Report) -> None:
 def compile_ahead(loaded: LanguageModel, batches: list[WarmupBatch], counts: list[int], report: Report) -> None:
     """Compile the kernels of a GPU's steps on all cores; running the steps would compile them one by one."""
     engine = loaded.engine
+    if engine.cache.bidirectional:
+        # few kernels, and torch's attention
+        return
     # other ranks would have to join every step, and offloaded experts would be read from disk
     if not batches or not engine.graphs.runs_ahead or loaded.experts is not None or loaded.scheduler.speculation is not None:
         return
@@ -143,6 +146,8 @@ def _layers(model: Any, layers: list[Any]) -> Iterator[None]:
 def standard_batches(loaded: LanguageModel) -> list[WarmupBatch]:
     """Return the batches whose steps are recorded."""
     on_gpu = loaded.engine.device.type == "cuda"
+    if on_gpu and loaded.engine.cache.bidirectional:
+        return [*(WarmupBatch(1, size) for size in PREFILL_SIZES), WarmupBatch(TOGETHER, PREFILL_SIZES[3])]
     if loaded.experts is not None and not (on_gpu and loaded.engine.graphs.enabled):
         # reading experts from disk costs more than compiling
         return [WarmupBatch(1, 8)]
@@ -171,5 +176,8 @@ def _fitting(loaded: LanguageModel, batches: list[WarmupBatch]) -> list[WarmupBa
 
 def _run(loaded: LanguageModel, batch: WarmupBatch, decoded: int) -> None:
     prompts = [[0 if batch.shared else number] * batch.tokens for number in range(batch.sequences)]
+    if loaded.engine.cache.bidirectional:
+        loaded.embed(prompts)
+        return
     loaded.generate_batch(prompts, max_tokens=decoded, ignore_eos=True)
     loaded.reset()

@@ -22,10 +22,10 @@ from auraflux.weights.loader import Weights
 
 # names in checkpoints of embedding models
 HEADLESS = re.compile(r"(layers\.\d+\.|embed_tokens\.|norm\.weight$)")
-# vision and audio towers and their projectors
+# vision and audio towers and their projectors, and the Dense modules of embedding models
 UNUSED = re.compile(
     r"^(model\.)?(visual|vision_tower|vision_model|vision_embedder|audio_tower|embed_vision|embed_audio"
-    r"|mm_projector|multi_modal_projector)\.|rotary_emb\."
+    r"|mm_projector|multi_modal_projector|dense\.\d+)\.|rotary_emb\."
 )
 
 

@@ -1,6 +1,7 @@
 """Gemma 3: sliding-window layers among full-attention layers, each kind with its own RoPE.
 
 A norm multiplies by 1 + w, and the outputs of attention and MLP are normalised before they join the residual stream.
+EmbeddingGemma is the same with bidirectional attention.
 """
 
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from auraflux.adapters.linears import add_norm_linears, linear
-from auraflux.cache import AttentionShape, Batch, MixedBatch
+from auraflux.cache import AttentionShape, Batch, BidirectionalShape, MixedBatch
 from auraflux.models import attention, mlp
 from auraflux.models.attention import Heads
 from auraflux.models.config import Keys
@@ -19,6 +20,7 @@ from auraflux.models.layer import FeedForward, LayerInput, Mixer, Residual
 from auraflux.models.rotation import RopeSettings, Rotation, rope_settings, rotation
 from auraflux.ops import geglu, rms_norm
 from auraflux.weights.fields import COUNT, FACTOR, HEAD, LAYER_INTERVAL, THETA
+from auraflux.weights.formats.untrusted import FLAG
 from auraflux.weights.loader import Weights
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -28,6 +30,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 class Config:
     """hidden, inner, vocab are widths; kinds names the attention of each layer.
 
+    window                   positions that a sliding layer attends to; if bidirectional, to each side, both with the token
+    bidirectional            tokens attend to later ones too: the model embeds prompts
     scale                    of the attention scores
     softcap, final_softcap   of attention scores and of logits; None for none
     rotations                by the kind of layer
@@ -41,6 +45,7 @@ class Config:
     kv_heads: int
     head_width: int
     window: int
+    bidirectional: bool
     kinds: tuple[str, ...]
     scale: float
     softcap: float | None
@@ -54,7 +59,9 @@ class Config:
     def from_hf(cls, config: dict[str, Any]) -> "Config":
         keys = Keys(config)
         keys.only("hidden_activation", "gelu_pytorch_tanh")
-        keys.only("use_bidirectional_attention", False)
+        bidirectional, window = keys.get("use_bidirectional_attention", FLAG, False), keys.window()
+        if bidirectional:
+            keys.only("attn_logit_softcapping")
         # Google's own files leave out whatever is transformers' default
         width, heads = keys.get("head_dim", HEAD, 256), keys.get("num_attention_heads", COUNT, 8)
         return cls(
@@ -65,7 +72,9 @@ class Config:
             heads=heads,
             kv_heads=keys.kv_heads(heads, 4),
             head_width=width,
-            window=keys.window(),
+            # half of a bidirectional window lies on each side
+            window=window // 2 + 1 if bidirectional else window,
+            bidirectional=bidirectional,
             kinds=_kinds(keys),
             scale=keys.get("query_pre_attn_scalar", FACTOR, 256) ** -0.5,
             softcap=keys.get("attn_logit_softcapping", FACTOR, None),
@@ -158,6 +167,8 @@ class MLP(mlp.MLP):
 rename = text_name
 
 
-def make_caches(config: Config) -> list[AttentionShape]:
-    windows = {SLIDING: config.window, FULL: None}
-    return [AttentionShape(config.kv_heads, config.head_width, window=windows[kind]) for kind in config.kinds]
+def make_caches(config: Config) -> list[AttentionShape] | list[BidirectionalShape]:
+    windows = [config.window if kind == SLIDING else None for kind in config.kinds]
+    if config.bidirectional:
+        return [BidirectionalShape(window) for window in windows]
+    return [AttentionShape(config.kv_heads, config.head_width, window=window) for window in windows]

@@ -18,11 +18,12 @@ from gguf import GGMLQuantizationType, quants
 from numpy.typing import NDArray
 
 from auraflux.errors import FormatError
-from auraflux.quant import grids, super_blocks
+from auraflux.quant import grids, nvfp4, super_blocks
 from auraflux.quant.qtensor import QTensor
 
 GROUP = 32
 REQUANTIZED_BITS = 8
+NAN, SIGN = 0x7F, 0x80  # of FP8
 # weights that are rearranged at a time: temporaries fit the CPU cache
 CHUNK = 1 << 19
 
@@ -142,14 +143,15 @@ def _mxfp4(blocks: Array) -> Parts:
 
 
 def _nvfp4(blocks: Array) -> Parts:
-    """Return four groups of 16; gguf doubles the levels and halves the scales."""
+    """Return four groups of 16, with scales as bytes of FP8."""
     groups = _octets(blocks, "codes", 4, 8)
     # the low nibbles of 8 bytes are the first 8 weights
     ordered = np.concatenate([groups & np.uint8(15), groups >> np.uint8(4)], -1).reshape(len(groups), -1, 2)
     # gguf has no negative zero
     ordered[ordered == 8] = 0
-    scales = 2 * quants.NVFP4.ue4m3_to_fp32(_octets(blocks, "scales", 4))
-    return ordered[..., 0] | ordered[..., 1] << np.uint8(4), scales.astype(np.float32), None
+    scales = _octets(blocks, "scales", 4)
+    scales[scales == NAN] = 0  # as gguf
+    return ordered[..., 0] | ordered[..., 1] << np.uint8(4), scales, None
 
 
 def _words(blocks: Array, steps: Array) -> Array:
@@ -318,11 +320,26 @@ def from_blocks(octets: Array, kind: str) -> QTensor:
     width = octets.shape[-1] // layout.record.itemsize * layout.size
     # NaN and infinite scales give NaN weights
     with np.errstate(over="ignore", invalid="ignore"):
-        return _tensor(parts, len(blocks), layout.bits, layout.group, (*octets.shape[:-1], width))
+        arrays = _arrays(parts, len(blocks), (*octets.shape[:-1], width))
+    if kind == "NVFP4":
+        arrays[1] = _nvfp4_scales(arrays[1])
+    return _tensor(arrays, layout.bits, layout.group, (*octets.shape[:-1], width))
 
 
-def _tensor(parts: Iterable[Parts], count: int, bits: int, group: int, shape: tuple[int, ...]) -> QTensor:
-    """Make a QTensor of `count` consecutive blocks; if some of their scales need single precision, all get it."""
+def _nvfp4_scales(octets: torch.Tensor) -> torch.Tensor:
+    """Return what a QTensor holds for scales of which gguf ignores the highest bit, and with it takes NaN for 480."""
+    if bool((octets == NAN | SIGN).any()):
+        return torch.from_numpy(2 * quants.NVFP4.ue4m3_to_fp32(octets.numpy())).float()
+    return nvfp4.hold_scales((octets & NAN).view(nvfp4.SCALES), torch.ones(()))
+
+
+def _tensor(arrays: list[torch.Tensor], bits: int, group: int, shape: tuple[int, ...]) -> QTensor:
+    packed, scales, *biases = arrays
+    return QTensor(packed.view(torch.int32), scales, biases[0] if biases else None, bits, group, shape)
+
+
+def _arrays(parts: Iterable[Parts], count: int, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    """Join the parts of `count` consecutive blocks; if some of their scales need single precision, all get it."""
     arrays: list[Array] = []
     start = 0
     for part in parts:
@@ -336,8 +353,7 @@ def _tensor(parts: Iterable[Parts], count: int, bits: int, group: int, shape: tu
         start = end
     if not arrays:
         raise FormatError(f"a weight of shape {list(shape)} has no blocks.")
-    packed, scales, *biases = (torch.from_numpy(array).view(*shape[:-1], -1) for array in arrays)
-    return QTensor(packed.view(torch.int32), scales, biases[0] if biases else None, bits, group, shape)
+    return [torch.from_numpy(array).view(*shape[:-1], -1) for array in arrays]
 
 
 def requantized_group(width: int) -> int:
@@ -368,7 +384,8 @@ def _requantize(octets: Array, kind: str) -> QTensor:
     # threads: the gguf package decodes 35 million weights a second per core, and numpy releases the GIL
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         parts = pool.map(part, range(0, len(rows), step))
-        return _tensor(parts, len(rows) * width // group, REQUANTIZED_BITS, group, (*octets.shape[:-1], width))
+        shape = (*octets.shape[:-1], width)
+        return _tensor(_arrays(parts, len(rows) * width // group, shape), REQUANTIZED_BITS, group, shape)
 
 
 def _quantize_8bit(groups: NDArray[np.float32]) -> Parts:
@@ -384,6 +401,8 @@ def memory_bits(kind: str, width: int) -> float:
     if kind not in LAYOUTS:
         return REQUANTIZED_BITS + 64 / requantized_group(width)
     layout = LAYOUTS[kind]
+    if kind == "NVFP4":
+        return nvfp4.stored_bits(width)
     if (grid := grids.FORMATS.get(kind.lower())) is not None:
         return layout.bits + 16 * grid.halves / grids.SIZE
     if (found := super_blocks.FORMATS.get(kind.lower())) is not None:

@@ -146,10 +146,14 @@ class QTensor:
         return self.bits, self.group, self.lanes, scales
 
     @property
+    def expanded_kind(self) -> str:
+        """The kind, of super-blocks after `expand_scales`."""
+        return self.kind if self.super_block is None else self.super_block.expanded
+
+    @property
     def in_mlx(self) -> bool:
         """Return whether MLX has this format; super-blocks count as their expanded format."""
-        kind = self.kind if self.super_block is None else self.super_block.expanded
-        return kind not in NOT_IN_MLX and self.group in affine.GROUPS
+        return self.expanded_kind not in NOT_IN_MLX and self.group in affine.GROUPS
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from auraflux.adapters.loaded import adapter_number
 from auraflux.engine.engine import Engine
-from auraflux.engine.request import Output, Request, ThinkingBudget
+from auraflux.engine.request import Output, Request, ThinkingBudget, check_generates
 from auraflux.engine.thinking import ThinkingMatcher, TokenMatcher
 from auraflux.errors import ContextError, InputError
 from auraflux.scheduler.generation import Generation
@@ -32,6 +32,8 @@ class Admission:
         """Refuse a request that cannot be served."""
         context, sampling = self.engine.cache.context, request.sampling
         adapter_number(self.engine.adapters, request.adapter)
+        if request.pooling is None:
+            check_generates(not self.engine.cache.bidirectional)
         if not request.prompt:
             raise InputError("the prompt is empty: there is nothing to continue.")
         vocab, tokens = self.engine.model.config.vocab, (*request.prompt, *sampling.logit_bias)
@@ -89,6 +91,9 @@ class Admission:
         They are the position before the last token, the start of the last message, the ends of the first long messages, which
         are instructions that other prompts share, and the ends of the first images, after which questions differ.
         """
+        if request.pooling is not None:
+            # nothing branches off a prompt that is embedded
+            return []
         prompt = request.prompt
         lengths = {len(prompt) - 1}
         if self.engine.cache.needs_checkpoints:

@@ -1,4 +1,4 @@
-"""Pooling: one vector of a prompt's hidden states or logits, collected while its chunks are prefilled."""
+"""Pooling: one vector of a prompt's hidden states, collected while its chunks are prefilled."""
 
 from torch import Tensor
 
@@ -6,11 +6,13 @@ from torch import Tensor
 class Pooling:
     """The pooled hidden states of one prompt.
 
-    kind  "last", "mean" or "cls"
+    kind    "last", "mean" or "cls"
+    result  the prompt's embedding, once all chunks are computed
     """
 
     def __init__(self, kind: str):
         self.kind = kind
+        self.result: Tensor | None = None
         self._sum: Tensor | None = None
         self._tokens = 0
 
@@ -27,12 +29,12 @@ class Pooling:
             self._sum = hidden[-1 if self.kind == "last" else 0].float()
         self._tokens += len(hidden)
 
-    def replace(self, logits: Tensor) -> None:
-        """Take logits of the whole prompt in place of its hidden states."""
-        self._sum, self._tokens = logits.float(), 1
+    def pooled(self) -> Tensor:
+        """Return the pooled hidden states, [H] float32."""
+        assert self._sum is not None, "no chunk was computed"
+        return self._sum / self._tokens if self.kind == "mean" else self._sum
 
     def vector(self) -> bytes:
-        """Return the pooled vector as float32 bytes."""
-        assert self._sum is not None, "no chunk was computed"
-        pooled = self._sum / self._tokens if self.kind == "mean" else self._sum
-        return pooled.cpu().numpy().astype("<f4").tobytes()
+        """Return the embedding as float32 bytes."""
+        assert self.result is not None, "the prompt is not computed"
+        return self.result.float().cpu().numpy().astype("<f4").tobytes()

@@ -1,5 +1,7 @@
 """Chunked prefill: which prompt chunks are next, which share a step, and which prefixes become available to others."""
 
+from itertools import accumulate
+
 from torch import Tensor
 
 from auraflux.cache.prefix.prefix_cache import PrefixCache
@@ -30,6 +32,8 @@ class PrefillRunner:
         prefilling = [sequence for sequence in running if sequence.uncomputed > 0 and sequence.next_chunk]
         if not prefilling:
             return []
+        if self.engine.cache.bidirectional:
+            return [self._whole_prompts(prefilling)]
         decoding = len(running) - len(prefilling) if while_decoding else 0
         budget = self.budget.tokens(sum(sequence.uncomputed for sequence in prefilling), len(prefilling), decoding)
         one = self.speculation is None and bool(self.engine.mixed_chunk_sizes(decoding))
@@ -40,6 +44,12 @@ class PrefillRunner:
         total = sum(count for _, count in chunks)
         separate = total > self.engine.chunk or self.engine.prefers_separate_steps(total)
         return [[each] for each in chunks] if separate else [chunks]
+
+    def _whole_prompts(self, prefilling: list[Sequence]) -> list[PrefillChunk]:
+        """Return the first prompts that fit into a step, at least one."""
+        totals = accumulate(sequence.uncomputed for sequence in prefilling)
+        count = sum(total <= self.engine.chunk for total in totals)
+        return [(sequence, sequence.uncomputed) for sequence in prefilling[: max(count, 1)]]
 
     def encode_images(self, running: list[Sequence], while_decoding: bool) -> None:
         """Encode the images that prompts wait for: all, or for `ENCODE_PAUSE_S` while sequences decode."""
@@ -92,13 +102,20 @@ class PrefillRunner:
         for sequence, start, states in rows:
             if sequence.pooling is not None:
                 sequence.pooling.add(states)
-                if sequence.request.labels and not sequence.uncomputed:
-                    logits = self.engine.compute_logits(states[-1:])[0]
-                    sequence.pooling.replace(logits[list(sequence.request.labels)])
+                if not sequence.uncomputed:
+                    sequence.pooling.result = self._pooled(sequence, sequence.pooling.pooled(), states)
             elif sequence.scores_prompt:
                 sequence.prompt_logprobs += score_prompt(self.engine, sequence.request, start, states)
         if self.speculation is not None and self.engine.returns_hidden:
             self.speculation.observe_hidden(rows)
+
+    def _pooled(self, sequence: Sequence, pooled: Tensor, states: Tensor) -> Tensor:
+        """Return the embedding of a prompt: logits of its labels, or its pooled hidden states after the Dense modules."""
+        if sequence.request.labels:
+            return self.engine.compute_logits(states[-1:])[0][list(sequence.request.labels)]
+        for module in self.engine.dense_modules:
+            pooled = module(pooled)
+        return pooled
 
     def run_to_logits(self, sequences: list[Sequence]) -> Tensor:
         """Compute the rest of prompts including their last tokens; return the last-token logits, [B, V]."""

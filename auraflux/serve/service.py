@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from auraflux.engine.request import Request, ThinkingBudget
+from auraflux.engine.request import Request, ThinkingBudget, check_generates
 from auraflux.engine.sampling import DefaultSampling, Sampling
 from auraflux.errors import ContextError, InputError, RankError, TemplateError
 from auraflux.serve.chat.conversation import Conversation, Format, partial_reply, system_message_variants
@@ -21,7 +21,7 @@ from auraflux.serve.chat.structured_output import grammar_for, grammar_of
 from auraflux.serve.failures import Failure, check_finish, not_ready
 from auraflux.serve.fill_in_middle import find_fill_tokens
 from auraflux.serve.keep_alive import parse_keep_alive
-from auraflux.serve.limits import Limits
+from auraflux.serve.limits import Limits, at_most
 from auraflux.serve.listing import KeepAlive, Listing
 from auraflux.serve.metrics import Metrics, ModelMetrics, Tally
 from auraflux.serve.parse import Syntax, find_syntax
@@ -31,7 +31,7 @@ from auraflux.tokenizer.tokenizer import Tokenizer
 from auraflux.vision.messages import take_images
 from auraflux.vision.processor import encode_prompt
 from auraflux.vision.span import ImageSpan, PreparedImage
-from auraflux.weights.formats.embedding import Embedding
+from auraflux.weights.formats.embedding import Embedding, usable_embedding
 from auraflux.weights.parallel.expert_placement import PlacementResult
 
 # characters at the prompt's end that determine how the answer begins
@@ -164,6 +164,7 @@ class Service:
     async def chat(self, conversation: Conversation) -> list[ChatOutput]:
         """Start `conversation.count` answers to a conversation."""
         self.check_ready()
+        check_generates(self.facts.generates)
         self.limits.check(conversation)
         tokens, images, tail, grammar, thinking = await asyncio.to_thread(self._prepare, conversation)
         syntax = self.syntax
@@ -198,6 +199,7 @@ class Service:
         prompt_logprobs  number of most likely tokens to report with each prompt token; None for no log probabilities
         """
         self.check_ready()
+        check_generates(self.facts.generates)
         self.limits.check_sampling(sampling, format, count)
 
         def prepare() -> list[Request]:
@@ -223,30 +225,35 @@ class Service:
     @property
     def embedding(self) -> Embedding:
         """Settings of the model's embeddings; refuse a model that has none."""
-        name, found = self.facts.name, self.facts.embedding
-        if found is None:
-            raise InputError(f"The model {name} is not an embedding model: its files name no pooling.")
-        if found.refusal is not None:
-            raise InputError(f"The model {name} cannot embed inputs here: {found.refusal}.")
-        return found
+        return usable_embedding(self.facts.embedding, self.facts.name)
 
     async def embed(
-        self, inputs: Sequence[str | Sequence[int]], *, user: str, prompt: str = "", truncate: bool = False
+        self, inputs: Sequence[str | Sequence[int]], *, user: str, prompt_name: str | None = None, truncate: bool = False
     ) -> list[ChatOutput]:
         """Return the finished outputs of inputs, with their embeddings before normalization.
 
-        prompt    text before each text
-        truncate  whether inputs that exceed the context are cut at their end
+        prompt_name  of the model's prompts, which precedes each text; None for the default one
+        truncate     whether inputs that exceed the context are cut
         """
         self.check_ready()
-        most = self.facts.context - 1
+        prompt, pooling = self.embedding.prompt(prompt_name), self.embedding.pooling
+        at_most("input", len(inputs), self.limits.embeddings)
 
         def prepare() -> list[Request]:
-            pooling = self.embedding.pooling
             found = [self._tokens(prompt + text if isinstance(text, str) else text) for text in inputs]
-            return [Request(each[:most] if truncate else each, user=user, pooling=pooling) for each in found]
+            if truncate:
+                found = [self._cut(tokens) for tokens in found]
+            return [Request(tokens, user=user, pooling=pooling) for tokens in found]
 
         return await self.pool(await asyncio.to_thread(prepare))
+
+    def _cut(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Return tokens cut to the context; a special token at their end, which pooling may read, stays."""
+        most = self.facts.context
+        if len(tokens) <= most:
+            return tokens
+        special = self.link.tokenizer is not None and tokens[-1] in self.link.tokenizer.special_ids
+        return (*tokens[: most - 1], tokens[-1]) if special else tokens[:most]
 
     async def pool(self, requests: Sequence[Request]) -> list[ChatOutput]:
         """Return the finished outputs of requests with `pooling`."""
@@ -402,7 +409,9 @@ class Service:
         facts, length = self.facts, len(request.prompt)
         if not length:
             raise InputError("The prompt is empty; give it at least one token.")
-        if length >= facts.context:
+        if request.pooling is not None and length > facts.context:
+            raise ContextError(f"The input has {length} tokens; the context is limited to {facts.context}.")
+        if request.pooling is None and length >= facts.context:
             raise ContextError(f"The prompt has {length} tokens; prompt and answer must fit into a context of {facts.context}.")
         for field, tokens in (("the prompt", request.prompt), ("logit_bias", request.sampling.logit_bias)):
             wrong = next((token for token in tokens if not 0 <= token < facts.vocab), None)

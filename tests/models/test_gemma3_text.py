@@ -14,10 +14,14 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from auraflux.cache import CacheSettings
+from auraflux.engine.engine import Engine
 from auraflux.errors import FormatError
 from auraflux.models.gemma3_text import Config, make_caches
 from tests.models.mlx_oracle import check_mlx, quantized
-from tests.models.oracles import agreement, check_family, error, logits, save, tokens, transformers_logits
+from tests.models.oracles import agreement, check_family, error, loaded, logits, save, tokens, transformers_logits
+from tests.weights.embedding_models import gemma as embedding_model
+from tests.weights.embedding_models import hidden_states
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 SMALL = {
@@ -141,6 +145,21 @@ def test_weights_are_quantized_while_loading(tmp_path: Path):
     assert agreement(found, expected) > 0.9
 
 
+@pytest.mark.parametrize("changes", [{}, {"head_dim": 16, "num_key_value_heads": 3, "sliding_window": 6}])
+def test_bidirectional_attention_matches_transformers(changes: dict[str, Any], tmp_path: Path):
+    embedding_model(**changes).save_pretrained(tmp_path)
+    mine, generator = loaded(tmp_path), torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, 700, (count,), generator=generator).tolist() for count in (1, 5, 90, 150)]
+    # a step longer than a chunk
+    engine = Engine(*mine, CacheSettings("none"), context=200, sequences=4, chunk=64, exact=True)
+    found = engine.prefill([engine.cache.open() for _ in prompts], prompts, hidden=True)
+    each = found.split([len(prompt) for prompt in prompts])
+    for ours, theirs in zip(each, hidden_states(tmp_path, prompts), strict=True):
+        assert error(ours, theirs) < 1e-5
+    alone = engine.prefill([engine.cache.open()], prompts[2:3], hidden=True)
+    torch.testing.assert_close(alone, each[2], atol=1e-5, rtol=1e-5)
+
+
 def test_missing_config_keys_default_as_in_transformers():
     """Check the text_config of google/gemma-3-4b-it."""
     text = {
@@ -170,7 +189,8 @@ def test_missing_config_keys_default_as_in_transformers():
         ({"hidden_size": None}, "has no 'hidden_size'"),
         ({"layer_types": ["chunked_attention"] * 4}, "layer_types chunked_attention"),
         ({"hidden_activation": "relu"}, "hidden_activation 'relu'"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ({"use_bidirectional_attention": True, "attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0"),
     ],
 )
 def test_unsupported_configs_are_refused(change: dict[str, Any], message: str):

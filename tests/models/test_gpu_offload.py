@@ -1,5 +1,9 @@
 """A mixture with most experts in host memory gives the logits of the same model with all of them on the GPU."""
 
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,13 +14,14 @@ from auraflux.bench.shapes import shape_of
 from auraflux.cache import CacheSettings
 from auraflux.engine.request import Output, Request
 from auraflux.engine.sampling import Sampling
-from auraflux.loading.gpu_division import GpuRequest
+from auraflux.loading.gpu_division import GpuDivision, GpuRequest, divide
 from auraflux.loading.language_model import LanguageModel
 from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
 
 pytestmark = pytest.mark.gpu
 
 LAYERS, EXPERT_NBYTES = 6, 2_654_208
+ALL = LAYERS * 128
 SHAPE = "qwen3-30b-a3b"
 
 
@@ -24,7 +29,14 @@ def made(slots: int, compute: str, sequences: int = 1, cache_nbytes: int | None 
     gpu = GpuRequest(40 << 30, True, 1, slots=slots * EXPERT_NBYTES)
     experts = RandomExperts(SkewedRouting(), gpu, compute)
     options = {"context": 2048, "experts": experts, "sequences": sequences, "cache_nbytes": cache_nbytes}
-    return random_language(shape_of(SHAPE, LAYERS), CacheSettings("k8v4"), torch.device("cuda"), **options)
+    with patch("auraflux.bench.random_weights.divide", pooled):
+        return random_language(shape_of(SHAPE, LAYERS), CacheSettings("k8v4"), torch.device("cuda"), **options)
+
+
+def pooled(*args: Any) -> GpuDivision:
+    """Divide a GPU's memory; experts are in a pool also where all have a slot, since it draws other random weights."""
+    division = divide(*args)
+    return division if division.slots is not None else replace(division, slots=ALL * EXPERT_NBYTES)
 
 
 def logits(model: LanguageModel, prompt: list[int], following: list[int]) -> Tensor:
@@ -43,12 +55,12 @@ def logits(model: LanguageModel, prompt: list[int], following: list[int]) -> Ten
 def test_logits_equal_those_of_resident_experts(compute: str):
     prompt = torch.randint(0, 150_000, (1100,)).tolist()
     following = torch.randint(0, 150_000, (24,)).tolist()
-    resident = made(LAYERS * 128, "gpu")
+    resident = made(ALL, "gpu")
     assert isinstance(resident.experts, GpuExpertPool)
     assert resident.experts.resident
     expected = logits(resident, prompt, following)
     del resident
-    model = made(LAYERS * 128 // 3, compute)
+    model = made(ALL // 3, compute)
     found = logits(model, prompt, following)
     assert isinstance(model.experts, GpuExpertPool)
     stats = model.experts.cache_stats().total
@@ -74,8 +86,8 @@ def test_sequences_that_start_and_end():
         return [[token for each in output for token in each.tokens] for output in outputs]
 
     prompts = [torch.randint(0, 150_000, (length,)).tolist() for length in (700, 90, 1300, 20)]
-    expected = texts(made(LAYERS * 128, "gpu", 4))
-    assert texts(made(LAYERS * 128 // 3, "gpu", 4)) == expected
+    expected = texts(made(ALL, "gpu", 4))
+    assert texts(made(ALL // 3, "gpu", 4)) == expected
 
 
 def test_the_kv_cache_grows_at_the_expense_of_experts():
@@ -88,12 +100,12 @@ def test_the_kv_cache_grows_at_the_expense_of_experts():
         model.scheduler.wait(lambda: all(sequence.finish_reason for sequence in sequences))
         return [sequence.generated.tokens for sequence in sequences]
 
-    expected = texts(made(LAYERS * 128, "gpu", 4))
-    model = made(LAYERS * 128 // 2, "gpu", 4, 20 << 20)
+    expected = texts(made(ALL, "gpu", 4))
+    model = made(ALL // 2, "gpu", 4, 20 << 20)
     tokens = model.engine.cache.tokens
     assert tokens < 4 * 540
     assert texts(model) == expected
     assert model.engine.cache.tokens > tokens
     assert model.scheduler.counts.preemptions == 0
     assert isinstance(model.experts, GpuExpertPool)
-    assert len(model.experts.pool.memory) < LAYERS * 128 // 2
+    assert len(model.experts.pool.memory) < ALL // 2

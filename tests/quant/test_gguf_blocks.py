@@ -32,6 +32,9 @@ def random_blocks(kind: str, *leading: int, decades: int = 6) -> np.ndarray:
     if kind == "MXFP4":
         blocks["scale"] = rng.integers(100, 140, len(blocks))
         return octets
+    if kind == "NVFP4":
+        blocks["scales"] = rng.integers(0, 128, (len(blocks), 4), dtype=np.uint8).view("V4")[:, 0]
+        return octets
     sizes = rng.standard_normal(len(blocks)) * 10.0 ** rng.integers(-decades, 1, len(blocks))
     for name in SCALES & set(blocks.dtype.names or ()):
         blocks[name] = sizes

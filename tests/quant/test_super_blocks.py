@@ -9,11 +9,12 @@ from auraflux.quant.gguf_blocks import from_blocks
 from auraflux.quant.super_blocks import FORMATS
 from tests.quant.test_gguf_blocks import WIDTH, random_blocks
 
-BITS = {"q2_k": 2.625, "q3_k": 3.625, "q4_k": 4.625, "q5_k": 5.625, "q6_k": 6.625, "iq4_xs": 4.375}
+BITS = {"q2_k": 2.625, "q3_k": 3.625, "q4_k": 4.625, "q5_k": 5.625, "q6_k": 6.625, "iq4_xs": 4.375, "nvfp4_e4m3": 4.625}
 
 
 def made(kind: str, *leading: int) -> QTensor:
-    return from_blocks(random_blocks(kind.upper(), *leading), kind.upper())
+    name = kind.removesuffix("_e4m3").upper()
+    return from_blocks(random_blocks(name, *leading), name)
 
 
 @pytest.mark.parametrize("kind", FORMATS)

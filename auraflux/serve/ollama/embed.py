@@ -8,9 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from auraflux.serve.auth import caller
-from auraflux.serve.limits import at_most
 from auraflux.serve.ollama.schema import Embeddings, EmbedRequest, OllamaError, OneEmbedding, PromptEmbedRequest
-from auraflux.serve.openai.embeddings import inputs_of, prompt_of, vectors
+from auraflux.serve.openai.embeddings import inputs_of
 from auraflux.serve.operation import Operation
 from auraflux.serve.services import Services
 from auraflux.serve.transport.body import read_body
@@ -45,15 +44,15 @@ def routes(services: Services) -> list[Operation]:
 
 async def _embed(services: Services, request: Request, body: EmbedRequest) -> dict[str, Any] | None:
     service = await services.select(request, body.model, body.keep_alive)
-    inputs, prompt, started = inputs_of(body.input), prompt_of(service, None), time.perf_counter()
-    at_most("input", len(inputs), service.limits.embeddings)
-    work = service.embed(inputs, user=caller(request), prompt=prompt, truncate=body.truncate is not False)
+    started = time.perf_counter()
+    work = service.embed(inputs_of(body.input), user=caller(request), truncate=body.truncate is not False)
     outputs = await run_until_disconnect(request.receive, work)
     if outputs is None:
         return None
+    vectors = service.embedding.vectors([output.embedding for output in outputs], body.dimensions)
     return {
         "model": body.model,
-        "embeddings": vectors(service, outputs, body.dimensions).tolist(),
+        "embeddings": vectors.tolist(),
         "total_duration": round((time.perf_counter() - started) * 1e9),
         "load_duration": 0,
         "prompt_eval_count": sum(output.prompt_tokens for output in outputs),

@@ -4,14 +4,12 @@ import base64
 import json
 from typing import Any
 
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
 from auraflux.errors import InputError
 from auraflux.serve.auth import caller
 from auraflux.serve.chat.output import ChatOutput
-from auraflux.serve.limits import at_most
 from auraflux.serve.openai.response_schema import EmbeddingList
 from auraflux.serve.openai.schema import EmbeddingsRequest
 from auraflux.serve.operation import Operation
@@ -29,9 +27,7 @@ def routes(services: Services) -> list[Operation]:
     async def embed(request: Request) -> Response:
         body = await read_body(request, EmbeddingsRequest, services.limits)
         service = await services.select(request, body.model)
-        inputs, prompt = inputs_of(body.input), prompt_of(service, body.prompt_name)
-        at_most("input", len(inputs), service.limits.embeddings)
-        work = service.embed(inputs, user=caller(request, body.user), prompt=prompt)
+        work = service.embed(inputs_of(body.input), user=caller(request, body.user), prompt_name=body.prompt_name)
         outputs = await run_until_disconnect(request.receive, work)
         # 499: the client has disconnected and reads nothing
         answer = None if outputs is None else _answer(service, body, outputs)
@@ -50,32 +46,10 @@ def inputs_of(given: Text | list[str] | list[list[int]]) -> list[Text]:
     return [given] if isinstance(given[0], int) else list(given)
 
 
-def prompt_of(service: Service, name: str | None) -> str:
-    """Return the text of the model's prompt of this name; without a name, of its default one."""
-    embedding = service.embedding
-    chosen = embedding.default_prompt if name is None else name
-    if chosen is None:
-        return ""
-    if chosen not in embedding.prompts:
-        known = ", ".join(embedding.prompts) or "none"
-        raise InputError(f"The model has no prompt {chosen[:80]!r}. Its prompts: {known}.")
-    return embedding.prompts[chosen]
-
-
-def vectors(service: Service, outputs: list[ChatOutput], dimensions: int | None) -> np.ndarray:
-    """Return the embeddings [N, D] in float32, cut to `dimensions` and then normalized if the model's are."""
-    found = np.stack([np.frombuffer(output.embedding, "<f4") for output in outputs])
-    if dimensions is not None and dimensions > found.shape[1]:
-        raise InputError(f"dimensions is {dimensions}, but the model's embeddings have {found.shape[1]}.")
-    found = found[:, :dimensions]
-    if not service.embedding.normalize:
-        return found
-    return found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
-
-
 def _answer(service: Service, body: EmbeddingsRequest, outputs: list[ChatOutput]) -> dict[str, Any]:
     data = []
-    for index, vector in enumerate(vectors(service, outputs, body.dimensions)):
+    vectors = service.embedding.vectors([output.embedding for output in outputs], body.dimensions)
+    for index, vector in enumerate(vectors):
         encoded = base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
         data.append({"object": "embedding", "index": index, "embedding": encoded})
     tokens = sum(output.prompt_tokens for output in outputs)

@@ -29,6 +29,7 @@ class ModelFacts:
     default_sampling  settings of requests that leave them out
     headers        facts of its files; None for a model without any
     path           of its files; clients never see it
+    generates      whether it generates text; a model with bidirectional attention only embeds inputs
     embedding      how it embeds inputs; None for a model whose files do not say
     images         how it takes images; None for a model that takes text only
     no_images      why it takes no images
@@ -46,6 +47,7 @@ class ModelFacts:
     default_sampling: DefaultSampling = field(default_factory=DefaultSampling)
     headers: Headers | None = None
     path: Path | None = None
+    generates: bool = True
     embedding: Embedding | None = None
     images: ImageProcessor | None = None
     no_images: str = ""

@@ -27,7 +27,6 @@ from auraflux.serve.transport.pipe import (
     UNAVAILABLE,
     OutputBatch,
 )
-from auraflux.weights.formats.embedding import read_embedding
 from auraflux.weights.formats.headers import read_headers
 from auraflux.weights.parallel.expert_placement import PlacementResult
 
@@ -54,7 +53,8 @@ def facts_of(model: LanguageModel, name: str | None = None) -> ModelFacts:
         default_sampling=model.default_sampling,
         headers=_facts(read_headers, model.path),
         path=model.path,
-        embedding=_facts(read_embedding, model.path),
+        generates=model.generates,
+        embedding=model.embedding,
         images=None if model.vision is None else model.vision.processor,
         no_images=model.no_images,
         adapters=() if model.engine.adapters is None else tuple(model.engine.adapters.names),

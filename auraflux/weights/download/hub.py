@@ -22,8 +22,8 @@ Hash = tuple[str, str]  # kind, see `digest`, and value
 # config, weights and tokenizer, but no code; subfolders of a repository have the same weights in other formats
 PATTERNS: dict[str, Any] = {
     "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"],
-    # of the folders only sentence-transformers' 1_Pooling
-    "ignore_patterns": ["[!1]*/*", "1*/*/*"],
+    # of the folders only sentence-transformers' modules, such as 1_Pooling and 2_Dense
+    "ignore_patterns": ["[!1-9]*/*", "[1-9][!_]*/*", "*/*/*"],
 }
 
 
@@ -99,7 +99,7 @@ def _download(repository: str, revision: str | None, file: str | None, report: R
         _verify(parts, hashes, repository, report)
         return parts[split_names(name)[0]]
     folder = Path(hub.snapshot_download(repository, revision=about.sha, **PATTERNS))
-    _verify({str(path.relative_to(folder)): path for path in folder.iterdir() if path.is_file()}, hashes, repository, report)
+    _verify({str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}, hashes, repository, report)
     return folder
 
 

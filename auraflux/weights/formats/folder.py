@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from auraflux.errors import FormatError
-from auraflux.quant import KINDS, QTensor, mxfp4
+from auraflux.quant import KINDS, QTensor, mxfp4, nvfp4
 from auraflux.weights.experts.packed_files import ExpertFiles, has_experts, open_experts
 from auraflux.weights.experts.row_table import Extent, TablePart
 from auraflux.weights.fields import NAME, Fields
@@ -295,12 +295,12 @@ class Folder:
             raise FormatError(f"{name} is quantized in mode {mode!r}; auraflux reads {', '.join(KINDS)}.")
         shape = (*codes.shape[:-1], codes.shape[-1] * 32 // bits)
         if mode == "nvfp4" and scales.dtype is torch.uint8:
-            scales = scales.view(torch.float8_e4m3fn).float()
+            scales = nvfp4.hold_scales(scales.view(nvfp4.SCALES), torch.ones(()))
         try:
             made = QTensor(codes.view(torch.int32), scales, biases, bits, group, shape)
         except FormatError as err:
             raise FormatError(f"{name} in {self.path}: {err}") from err
-        if made.kind != mode:
+        if mode not in (made.kind, made.expanded_kind):
             raise FormatError(f"{name} in {self.path}: its tensors have mode {made.kind!r}, and config.json says {mode!r}.")
         return made
 

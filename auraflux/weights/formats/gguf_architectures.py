@@ -12,6 +12,7 @@ from auraflux.weights.formats.gguf_config import (
     deepseek2,
     gemma3,
     gemma4,
+    gemma_embedding,
     glm4_moe,
     gpt_oss,
     minimax_m2,
@@ -31,6 +32,9 @@ ENDS = {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
+    # numbered by sentence-transformers' folders, after 1_Pooling
+    "dense_2": "dense.0",
+    "dense_3": "dense.1",
 }
 ATTENTION = {
     "attn_norm": "input_layernorm",
@@ -205,6 +209,9 @@ ARCHITECTURES = {
         "minimax_m2", ATTENTION | HEAD_NORMS | MINIMAX_M2, extra_config=minimax_m2, vectors=_score_bias("block_sparse_moe")
     ),
     "gemma3": Architecture("gemma3_text", ATTENTION | HEAD_NORMS | MLP | GEMMA3, values=GEMMA_NORMS, extra_config=gemma3),
+    "gemma-embedding": Architecture(
+        "gemma3_text", ATTENTION | HEAD_NORMS | MLP | GEMMA3, values=GEMMA_NORMS, extra_config=gemma_embedding
+    ),
     "gemma4": Architecture("gemma4_text", ATTENTION | HEAD_NORMS | MLP | GEMMA4, extra_config=gemma4, vectors=GEMMA4_VECTORS),
     "qwen3next": Architecture("qwen3_next", HYBRID | QWEN_SHARED, extra_config=qwen3_next_moe, **DELTA),
     "qwen35": Architecture(

@@ -217,7 +217,13 @@ def gemma3(meta: GGUFMetadata) -> dict[str, Any]:
         "head_dim": meta.get("attention.key_length", HEAD, 256),
         "final_logit_softcapping": meta.get("final_logit_softcapping", FACTOR, None),
         "hidden_activation": "gelu_pytorch_tanh",
+        # Ollama's files of EmbeddingGemma are of the same architecture
+        "use_bidirectional_attention": "dense.0.weight" in meta.tensors,
     }
+
+
+def gemma_embedding(meta: GGUFMetadata) -> dict[str, Any]:
+    return {**gemma3(meta), "use_bidirectional_attention": True}
 
 
 def qwen3_next(meta: GGUFMetadata) -> dict[str, Any]:

@@ -178,7 +178,7 @@ def test_what_is_not_supported_is_named(tmp_path: Path):
         assert found is not None
         assert reason in (found.refusal or "")
     pooling.write_text(json.dumps({"pooling_mode_mean_tokens": True}))
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"use_bidirectional_attention": True}))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"is_causal": False}))
     found = read_embedding(folder)
     assert found is not None
     assert "bidirectional" in (found.refusal or "")

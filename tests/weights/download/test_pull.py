@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from auraflux.errors import FetchError, FormatError
 from auraflux.weights.download import hub as hub_module
@@ -212,6 +213,12 @@ def test_repository_is_downloaded_and_then_cached(hub):
     assert made.fetched == made.files
     assert locate("org/name") == made.folder
     assert made.fetched == made.files
+
+
+def test_folders_of_a_repository():
+    names = ["config.json", "1_Pooling/config.json", "3_Dense/model.safetensors", "onnx/config.json", "4bit/model.safetensors"]
+    kept = list(filter_repo_objects([*names, "2_Dense/deep/config.json"], **hub_module.PATTERNS))
+    assert kept == names[:3]
 
 
 def test_incomplete_repository_is_downloaded_again(hub):

@@ -45,7 +45,8 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
 def gguf_name(name: str, architecture: str) -> str:
     stem, dot, part = name.rpartition(".")
     ends = {theirs: ours for ours, theirs in ENDS.items()}
-    if stem in ends:
+    # Ollama's files of EmbeddingGemma keep the names of Dense modules
+    if stem in ends and not (architecture == "gemma3" and stem.startswith("dense.")):
         return ends[stem] + dot + part
     if not name.startswith("model.layers."):
         return name
@@ -103,7 +104,7 @@ def write_gguf(
             array = permuted(array, HEADS)
         if architecture == "llama" and "k_proj" in name:
             array = permuted(array, KV_HEADS)
-        if architecture == "gemma3" and name.endswith("norm.weight"):
+        if architecture in ("gemma3", "gemma-embedding") and name.endswith("norm.weight"):
             array = array + 1
         wanted = (kinds or {}).get(name, kind if array.ndim > 1 else "F32")
         add_tensor(writer, gguf_name(name, architecture), array, wanted)

@@ -4,11 +4,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import auraflux
 from tests.models.oracles import logits, save, tokens, transformers_logits
 from tests.tested import external_oracle
+from tests.weights.embedding_models import GGUF_GEMMA, gemma, write_embedding_gguf
 from tests.weights.formats.gguf_files import VOCAB, write_gguf
 from tests.weights.formats.gguf_models import METADATA, SMALL_GEMMA4_METADATA, gguf_tensors, small_gemma4, tiny
 
@@ -16,11 +19,11 @@ COUNT = 40  # tokens, past the windows
 xllamacpp = pytest.importorskip("xllamacpp", reason="xllamacpp is not installed")
 
 
-def server(path: Path) -> Any:
+def server(path: Path, embedding: bool = False) -> Any:
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel, params.swa_full, params.warmup = str(path), 256, 1, True, False
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    params.cpuparams.n_threads = 1
+    params.cpuparams.n_threads, params.embedding = 1, embedding
     return xllamacpp.Server(params)
 
 
@@ -60,3 +63,18 @@ def test_logits_match_llama_cpp(which: str, tmp_path: Path):
         worst = float((theirs - ours[count - 1]).abs().max())
         print(f"{which}: {worst:.2e} after {count}")
         assert worst < 0.03
+
+
+@external_oracle("llama.cpp")
+def embedding(llama: Any, ids: list[int]) -> np.ndarray:
+    return np.array(llama.handle_embeddings({"input": ids})["data"][0]["embedding"])
+
+
+@pytest.mark.slow
+def test_embeddings_match_llama_cpp(tmp_path: Path):
+    path = write_embedding_gguf(tmp_path / "m.gguf", gemma(**GGUF_GEMMA))
+    prompts = [[5], [1, 2, 3], [token % VOCAB for token in range(100)], [7] * COUNT]
+    llama, ours = server(path, embedding=True), auraflux.load(path, "cpu", exact=True).embed(prompts)
+    theirs = [embedding(llama, ids) for ids in prompts]
+    # rounding as above
+    np.testing.assert_allclose(ours, theirs, atol=2e-3)

@@ -18,7 +18,7 @@ from auraflux.quant.super_blocks import SIZE, ZERO, SuperBlock
 
 PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
 
-BF16, F16, F32, E8M0, NIBBLES, BYTES, STEPS = range(7)
+BF16, F16, F32, E8M0, NIBBLES, BYTES, STEPS, FP8 = range(8)
 SCALES = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32, torch.uint8: E8M0}
 # value of a code before its group's scale
 LEVELS = {
@@ -62,6 +62,10 @@ def _of_super_block(words, kind, lanes, group, groups):
     first = np.uint32(words[0])
     word = np.uint32(words[(1 + group // 4) * lanes])
     step = word >> np.uint32(8 * (group % 4)) & np.uint32(255)
+    if kind == FP8:
+        # its bits are those of half precision with a smaller exponent
+        wide = (step & np.uint32(127)) << np.uint32(7) | (step & np.uint32(128)) << np.uint32(8)
+        return _half(wide) * np.float32(256) * float_of_bits(first), np.float32(0)
     if kind == STEPS:
         return float_of_bits(first) * (np.float32(step) - np.float32(ZERO)), np.float32(0)
     scale, bias = _half(first & np.uint32(0xFFFF)), _half(first >> np.uint32(16))
@@ -217,7 +221,7 @@ def _dense_rows(args, job, jobs):
 
 def _steps_of(form: SuperBlock) -> int:
     if not form.has_biases:
-        return STEPS
+        return FP8 if form.has_floats else STEPS
     return NIBBLES if form.has_nibbles else BYTES
 
 

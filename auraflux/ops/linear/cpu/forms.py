@@ -55,7 +55,7 @@ class Form(NamedTuple):
 
         Sums of codes and of activations are scaled up by as much, which limits activations to 2**100.
         """
-        return 23 if self.words and self.grid is None and ISA.small_unit < 1 else 0
+        return 23 if self.words and self.grid is None and self.kind != "nvfp4" and ISA.small_unit < 1 else 0
 
     @property
     def magic(self) -> tuple[int, float]:

@@ -145,6 +145,10 @@ class SuperBlock:
             units = (unit, 16 * unit if form.bits == 2 else unit)
             self.ends = [_times(b, half, 1 / each) for half, each in zip(halves, units, strict=True)]
             return
+        if form.kind == "nvfp4":
+            # FP8 becomes half precision, over 256
+            self.ends = [_times(b, b.bitcast(first, FLOATS), 256.0)]
+            return
         self.ends = [_times(b, b.bitcast(first, FLOATS), 1 / unit)]
         # bytes less ZERO, times the scale: both products and their difference are exact
         self.least = ISA.spill(b, [b.fmul(self.ends[0], splat(FLOATS, -ZERO * ISA.small_unit))] * 4)
@@ -153,12 +157,13 @@ class SuperBlock:
         """Load the scales of four groups; return a function that computes scale and bias of each, like `scale_and_bias`."""
         b, form = self.b, self.form
         tables = [self._word(number)]
+        if form.kind == "nvfp4":
+            return lambda group: self._level_and_zero(b.fmul(_small_half(b, tables[0], group), self.ends[0]))
         if not form.has_biases:
             least = ISA.reload(b, self.least, number)
 
             def level(group: int) -> list[ir.Value | None]:
-                scale = fma(b, ISA.small_float(b, tables[0], group), self.ends[0], least[group])
-                return [scale, scale if form.zero else None]
+                return self._level_and_zero(fma(b, ISA.small_float(b, tables[0], group), self.ends[0], least[group]))
 
             return level
         if form.bits == 2:
@@ -171,8 +176,17 @@ class SuperBlock:
 
         return affine
 
+    def _level_and_zero(self, scale: ir.Value) -> list[ir.Value | None]:
+        return [scale, scale if self.form.zero else None]
+
     def _word(self, number: ir.Value) -> ir.Value:
         return load(self.b, self.words, self.b.mul(self.b.add(number, at(1)), at(4 * BLOCK)), INTS)
+
+
+def _small_half(b: ir.IRBuilder, words: ir.Value, byte: int) -> ir.Value:
+    """Widen one of the four FP8 numbers of each lane, over 256: their bits are a half's with a smaller exponent."""
+    top = b.shl(words, splat(INTS, 24 - 8 * byte)) if byte < 3 else words
+    return half_floats(b, b.and_(b.ashr(top, splat(INTS, 17)), splat(INTS, 0xBF80)))
 
 
 def _times(b: ir.IRBuilder, value: ir.Value, factor: float) -> ir.Value:

@@ -101,8 +101,8 @@ class GpuExpertPool:
 
     @property
     def resident(self) -> bool:
-        """True if all experts are in GPU slots."""
-        return len(self.pool.memory) >= self.pool.slots.numel()
+        """True if all experts are in GPU slots, and none is on disk."""
+        return self.tier is None and len(self.pool.memory) >= self.pool.slots.numel()
 
     @cached_property
     def layers(self) -> list[Experts]:

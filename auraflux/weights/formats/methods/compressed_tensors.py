@@ -84,7 +84,7 @@ class CompressedTensors:
         if "weight_packed" in headers and headers["weight_packed"].dtype == nvfp4.OCTETS:
             if "weight_zero_point" in headers:
                 raise FormatError("its weight_zero_point is not valid for four-bit floats.")
-            return nvfp4.plan(headers, NAMES) if NAMES.factor in headers else _plan_mxfp4(headers)
+            return nvfp4.plan(headers, NAMES, divided=True) if NAMES.factor in headers else _plan_mxfp4(headers)
         shape, bits = (
             self._packed(headers, read)
             if "weight_packed" in headers

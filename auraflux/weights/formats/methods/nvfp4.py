@@ -12,13 +12,15 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.quant.grouped import DENSE_BITS
-from auraflux.quant.nvfp4 import GROUP, STORED_BITS, from_bytes, is_supported
+from auraflux.quant.nvfp4 import GROUP, from_bytes, is_supported, stored_bits
+from auraflux.quant.super_blocks import SIZE
 from auraflux.weights.formats.methods.fp8 import CODES
 from auraflux.weights.formats.methods.method import Header, StoredFormat, check_width, expect, part
 from auraflux.weights.formats.stored import Stored
 from auraflux.weights.formats.untrusted import shown
 
 EXACT = "bit-exact: level * scale in float32"
+INVERTED = "level * scale in float32; the factor's inverse is rounded"
 OCTETS = "U8"
 
 
@@ -30,7 +32,7 @@ class Names(NamedTuple):
     factor: str
 
 
-def plan(headers: Mapping[str, Header], names: Names) -> StoredFormat:
+def plan(headers: Mapping[str, Header], names: Names, divided: bool = False) -> StoredFormat:
     *stack, rows, octets = part(headers, names.codes, (OCTETS,), 3 if len(headers[names.codes].shape) == 3 else 2)
     width = 2 * octets
     check_width(width)
@@ -48,9 +50,9 @@ def plan(headers: Mapping[str, Header], names: Names) -> StoredFormat:
             f"exact, but stored as float32: {width} NVFP4 inputs are not a multiple of 32. --quantize 8 requantizes them"
         )
         return StoredFormat(shape, "NVFP4, as float32", DENSE_BITS, precision)
-    return StoredFormat(shape, "NVFP4", STORED_BITS, EXACT)
+    return StoredFormat(shape, "NVFP4", stored_bits(width), INVERTED if divided and width % SIZE == 0 else EXACT)
 
 
 def load(codes: Tensor, scales: Tensor, factor: Tensor, divided: bool = False) -> Stored:
-    wide, factor = scales.float(), factor.view(-1, 1, 1) if scales.dim() == 3 else factor
-    return from_bytes(codes, wide / factor if divided else wide * factor)
+    factor = factor.view(-1, 1, 1) if scales.dim() == 3 else factor
+    return from_bytes(codes, scales, factor, divided)

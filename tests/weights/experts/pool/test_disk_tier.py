@@ -212,11 +212,12 @@ def test_too_many_experts_are_refused(tmp_path: Path):
         tier_of(files, K)
 
 
-def test_a_store_with_a_pool_equals_resident_experts(tmp_path: Path):
-    """As ranks on GPUs use it, here with the reference kernels on a CPU."""
+@pytest.mark.parametrize("slots", [8, COUNT])
+def test_a_store_with_a_pool_equals_resident_experts(tmp_path: Path, slots: int):
+    """As ranks on GPUs use it, here with the reference kernels on a CPU; also with a slot for every expert."""
     files, resident = write_experts(tmp_path, LAYERS, lanes=1)
     each = sum(file.stride for file in files.files)
-    store = ExpertStore(files, plan_expert_cache(files, K, 8 * each, "direct"))
+    store = ExpertStore(files, plan_expert_cache(files, K, slots * each, "direct"))
     store.pool = store._make_pool(6 * each, ExpertSettings())
     layers = [store.layer(file.module, COUNT, 64, 128, {}, None) for file in files.files]
     store.finish()

@@ -1,0 +1,64 @@
+"""Adapters on a GPU: logits of the CPU, mixed batches, and recorded steps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import auraflux
+from tests.adapters.test_adapters import ATTENTION, EXPERTS, PROMPT, adapt, generated, llama, qwen3_moe, run_together
+from tests.adapters.test_adapters import load as load_on_cpu
+from tests.models.oracles import error, save
+
+pytestmark = pytest.mark.gpu
+KINDS: list[tuple[Any, dict[str, Any]]] = [
+    (llama, {}),
+    (llama, {"r": 16}),
+    (qwen3_moe, {"target_modules": [*ATTENTION, "gate"], "target_parameters": EXPERTS}),
+]
+
+
+def load(folder: Path, adapters: dict[str, Path], **options: Any) -> auraflux.LanguageModel:
+    return auraflux.load(folder, "cuda", kv="none", calibrate="off", context=256, adapters=adapters, **options)
+
+
+@pytest.mark.parametrize(("make", "config"), KINDS, ids=["llama", "rank-16", "experts"])
+def test_logits_are_those_of_the_cpu(make: Any, config: dict[str, Any], tmp_path: Path):
+    model = make()
+    save(model, tmp_path / "model")
+    adapt(model, tmp_path / "one", **config)
+    adapters = {"one": tmp_path / "one"}
+    on_gpu, on_cpu = load(tmp_path / "model", adapters), load_on_cpu(tmp_path / "model", adapters)
+    for name in ("one", None):
+        assert error(on_gpu.logits(PROMPT, name).float().cpu(), on_cpu.logits(PROMPT, name)) < 0.03
+
+
+@pytest.mark.parametrize("make", [llama, qwen3_moe])
+def test_sequences_of_a_mixed_batch_follow_their_own_adapters(make: Any, tmp_path: Path):
+    """Each token is the best one by the logits of its adapter on the CPU, or nearly: products of a batch round otherwise."""
+    model = make()
+    save(model, tmp_path / "model")
+    for number in range(3):
+        adapt(model, tmp_path / f"a{number}", number, target_modules=ATTENTION, r=4 * number + 4)
+    names: list[str | None] = ["a0", "a1", "a2", None]
+    adapters = {name: tmp_path / name for name in names if name}
+    on_gpu, on_cpu = load(tmp_path / "model", adapters, max_sequences=4), load_on_cpu(tmp_path / "model", adapters)
+    found = run_together(on_gpu, names)
+    assert len(set(map(tuple, found))) == len(names)
+    for name, tokens in zip(names, found, strict=True):
+        logits = on_cpu.logits(PROMPT + tokens, name)[len(PROMPT) - 1 : -1]
+        behind = logits.amax(1) - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert float((behind / logits.std(1)).max()) < 0.1
+
+
+def test_steps_with_adapters_are_replayed(tmp_path: Path):
+    model = llama()
+    save(model, tmp_path / "model")
+    adapt(model, tmp_path / "one")
+    adapters = {"one": tmp_path / "one"}
+    mine = load(tmp_path / "model", adapters)
+    replayed = generated(mine, "one")
+    assert mine.engine.graphs.refused is None
+    assert any(key[3] and step.recording for key, step in mine.engine.graphs._steps.items())
+    assert replayed == generated(load(tmp_path / "model", adapters, graphs=False), "one")
