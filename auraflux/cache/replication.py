@@ -59,7 +59,7 @@ class ReplicaBatch(Batch):
     def __init__(self, index: StepIndex, slots: tuple[int, ...], logits: Logits, context: int):
         self.context = context
         self.index, self.logits, self.sequences, self.padding_sequences, self.padding = index, logits, [], 0, None
-        self._slots, self._views, self._padding_mask, self._embeddings = slots, {}, None, []
+        self._slots, self._views, self._padding_mask, self._embeddings, self._ends = slots, {}, None, [], [None, None]
 
     @property
     def slots(self) -> tuple[int, ...]:
