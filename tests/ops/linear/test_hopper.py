@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from auraflux.ops._cases import relative_rms
+from auraflux.ops._gpu_inputs import codes
+from auraflux.ops.linear.reference import linear
 from auraflux.quant import quantize
 
 pytest.importorskip("triton")
 from auraflux.ops.gpu.blocks.codes import Codes
 from auraflux.ops.linear.cuda.gemm.bits_skinny import matmul_codes
 from auraflux.ops.linear.cuda.gemm.int4_tiles import TOKENS, matmul_tiles
+from auraflux.ops.linear.cuda.gemm.int4_tiles import multiply as multiply_tiles
 from auraflux.ops.linear.cuda.matvec.bits import matvec_codes
 from auraflux.ops.linear.cuda.matvec.int8 import matvec_bytes
 from auraflux.ops.linear.cuda.row_copies import Product, in_bytes
@@ -153,3 +156,17 @@ def test_many_tokens(wide: int, tokens: int, rows: int, width: int, stages: int)
         for tile in range(-(-tokens // wide)):
             Machine(device, wide // 4, program, tile, 0).program(matmul_tiles)(*args)
     assert relative_rms(device.get(out, nothing(tokens, rows)).float(), product(x, weight) + bias) < TOL
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [17, 64, 70])
+@pytest.mark.parametrize(("rows", "width"), [(136, 384), (1024, 8192), (8192, 4096)])
+def test_many_tokens_on_the_gpu(tokens: int, rows: int, width: int):
+    """One share of K and several."""
+    torch.manual_seed(rows)
+    with torch.device("cuda"):
+        weight, x, bias = codes(rows, width, bits=4), torch.randn(tokens, width).bfloat16(), torch.randn(rows).bfloat16()
+        for each in (None, bias):
+            out = torch.full((tokens, rows), float("nan")).bfloat16()
+            multiply_tiles(x, weight, each, out)
+            assert relative_rms(out.float(), linear.reference(x.float(), weight, each)) < TOL
