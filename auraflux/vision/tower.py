@@ -68,6 +68,11 @@ class Loader:
         """Load an RMS norm."""
         return RMSNorm(self.tensor(f"{name}.weight", width), eps)
 
+    def clipped(self, name: str, linear: "Linear") -> "ClippedLinear":
+        """Load the ranges of a linear layer's inputs and outputs."""
+        ends = {f"{side}_{end}": self.tensor(f"{name}.{side}_{end}") for side in ("input", "output") for end in ("min", "max")}
+        return ClippedLinear(linear, **{name: float(end) for name, end in ends.items()})
+
     def patch_weight(self, name: str, hidden: int, *sides: int) -> Tensor:
         """Load a convolution over square patches, of so many frames if two numbers are given, as a matrix; mlx stores its
         channels last."""
@@ -86,6 +91,20 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class ClippedLinear:
+    """A linear layer with clipped inputs and outputs."""
+
+    linear: Linear
+    input_min: float
+    input_max: float
+    output_min: float
+    output_max: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(x.clamp(self.input_min, self.input_max)).clamp(self.output_min, self.output_max)
 
 
 @dataclass(frozen=True, eq=False)
