@@ -190,7 +190,7 @@ class Model(Decoder[Config]):
 
     def run_layers(self, x: Tensor, batch: Batch | MixedBatch, cache: Cache, count: int) -> Residual:
         """Run the first `count` layers: ids [T] -> the residual stream, nothing pending, [T, H]."""
-        ids, x = x, self.embed_tokens(x)
+        ids, x = x, batch.put_embeddings(self.embed_tokens(x))
         fed: Any = [None] * count if self.per_layer is None else self.per_layer(ids, x)
         for index in range(count):
             store = cache.layers[self.config.sources[index]]

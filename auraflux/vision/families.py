@@ -10,7 +10,7 @@ import torch
 
 from auraflux.errors import FormatError
 from auraflux.models.config import Keys
-from auraflux.vision import gemma3, pixtral, qwen
+from auraflux.vision import gemma3, gemma4, pixtral, qwen
 from auraflux.vision.encoder import ImageEncoder
 from auraflux.vision.processor import ImageProcessor
 from auraflux.vision.prompt_images import BothWays, PromptImages
@@ -22,7 +22,13 @@ from auraflux.weights.formats.stored import Checkpoint
 from auraflux.weights.formats.untrusted import OBJECT
 from auraflux.weights.loader import Weights
 
-FAMILIES: dict[str, ModuleType] = {"qwen3_5": qwen, "qwen3_5_moe": qwen, "mistral3": pixtral, "gemma3": gemma3}
+FAMILIES: dict[str, ModuleType] = {
+    "qwen3_5": qwen,
+    "qwen3_5_moe": qwen,
+    "mistral3": pixtral,
+    "gemma3": gemma3,
+    "gemma4": gemma4,
+}
 CPU_PIXELS = 1 << 20  # of an image on a CPU, where a tower takes about a second per 100,000
 
 

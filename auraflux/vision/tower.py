@@ -1,9 +1,10 @@
 """The interface of towers, and layers in torch whose weights stay in the checkpoint's dtype."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -68,6 +69,11 @@ class Loader:
         """Load an RMS norm."""
         return RMSNorm(self.tensor(f"{name}.weight", width), eps)
 
+    def clipped(self, name: str, linear: "Linear") -> "ClippedLinear":
+        """Load the ranges of a linear layer's inputs and outputs."""
+        ends = {f"{side}_{end}": self.tensor(f"{name}.{side}_{end}") for side in ("input", "output") for end in ("min", "max")}
+        return ClippedLinear(linear, **{name: float(end) for name, end in ends.items()})
+
     def patch_weight(self, name: str, hidden: int, *sides: int) -> Tensor:
         """Load a convolution over square patches, of so many frames if two numbers are given, as a matrix; mlx stores its
         channels last."""
@@ -75,6 +81,13 @@ class Loader:
         if self.weights.has(name) and self.weights.shape(name)[-1] == 3 != sides[-1]:
             return self.tensor(name, hidden, *sides, 3).movedim(-1, 1).reshape(hidden, -1)
         return self.tensor(name, hidden, 3, *sides).reshape(hidden, -1)
+
+
+def normalized(pixels: np.ndarray, mean: Sequence[float], std: Sequence[float], device: torch.device) -> Tensor:
+    """Scale uint8 [H, W, 3] to 0..1, then by mean and standard deviation of each channel: float32 [3, H, W] on a device."""
+    scaled = (torch.tensor(pixels).to(device).permute(2, 0, 1).double() * (1 / 255)).float()
+    center, spread = (torch.tensor(each, dtype=torch.float32, device=device)[:, None, None] for each in (mean, std))
+    return scaled.sub_(center).div_(spread)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +99,20 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class ClippedLinear:
+    """A linear layer with clipped inputs and outputs."""
+
+    linear: Linear
+    input_min: float
+    input_max: float
+    output_min: float
+    output_max: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(x.clamp(self.input_min, self.input_max)).clamp(self.output_min, self.output_max)
 
 
 @dataclass(frozen=True, eq=False)

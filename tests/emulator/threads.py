@@ -59,6 +59,9 @@ class Language:
     def program_id(self, axis: int) -> Values:
         return np.full(1, self.ids[axis], np.int32).view(Values)
 
+    def num_programs(self, axis: int) -> Values:
+        return np.full(1, 1, np.int32).view(Values)
+
     @staticmethod
     def where(choice: Any, a: Any, b: Any) -> Any:
         kind = next((x.dtype for x in (a, b) if isinstance(x, np.ndarray)), np.int64)

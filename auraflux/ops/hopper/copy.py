@@ -17,7 +17,7 @@ def copy_ptx(nbytes):
     return f"{{.reg .pred p; setp.ne.b32 p,$3,0; @p cp.async.{how}.shared.global [$1],[$2],{nbytes}; mov.b32 $0,0;}}"
 
 
-COPY8, COPY16 = gl.constexpr(copy_ptx(8)), gl.constexpr(copy_ptx(16))
+COPY4, COPY8, COPY16 = gl.constexpr(copy_ptx(4)), gl.constexpr(copy_ptx(8)), gl.constexpr(copy_ptx(16))
 # end a thread's group of copies; wait for all of its copies
 COMMIT = gl.constexpr("cp.async.commit_group; mov.b32 $0,0; // $1")
 WAIT_ALL = gl.constexpr("cp.async.wait_all; mov.b32 $0,0; // $1")
@@ -31,7 +31,7 @@ def wait_ptx(pending):
 
 @gluon.jit
 def copy(PTX: gl.constexpr, to, source, there):
-    """Copy a thread's COPY8 or COPY16 bytes from global to shared memory, where `there`."""
+    """Copy a thread's COPY4, COPY8 or COPY16 bytes from global to shared memory, where `there`."""
     args = [to, source.to(gl.int64), there.to(gl.int32)]
     gl.inline_asm_elementwise(PTX, "=r,r,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
 

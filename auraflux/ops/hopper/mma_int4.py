@@ -83,6 +83,16 @@ def _registers(tiles: int) -> Any:
     return gl.constexpr("=&f," * 4 * tiles + "l,l," + "r," * 8 * tiles + "f," * (2 * tiles - 1) + "f")
 
 
+def _pairs_ptx() -> Any:
+    """Return PTX for the codes of rows g and g + 8 as operands of four steps. Out: 16 pairs 128 + code. In: codes."""
+    text = "{.reg .b32 u0,u1,v0,v1; mov.b64 {u0,u1},$16; mov.b64 {v0,v1},$17;"
+    for j in range(4):
+        for i, r in enumerate(("u0", "v0", "u1", "v1")):
+            text += (f"shr.u32 {r},{r},4;" if j else "") + f"lop3.b32 ${4 * j + i},{r},0x000F000F,0x43004300,0xEA;"
+    return gl.constexpr(text + "}")
+
+
+PAIRS, PAIRS_REGS = _pairs_ptx(), gl.constexpr("=&r," * 16 + "l,l")
 GROUP8, GROUP16, REGS8, REGS16 = _group_ptx(1), _group_ptx(2), _registers(1), _registers(2)
 X_GLOBAL, X_SHARED, SUM_X = _x_ptx("ld.global"), _x_ptx("ld.shared"), _sum_ptx()
 NORMED_X, ADDED_X = _normed_x_ptx(False), _normed_x_ptx(True)
@@ -116,6 +126,19 @@ def codes_at(at):
     """Load 16 codes of row g and of row g + 8 of one group."""
     text: gl.constexpr = "ld.shared.b64 $0,[$2]; ld.shared.b64 $1,[$2+1024];"
     return gl.inline_asm_elementwise(text, "=l,=l,r,~{memory}", [at], (gl.int64,) * 2, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _codes_ptx(offset):
+    return f"ld.shared.b64 $0,[$2]; ld.shared.b64 $1,[$2+{offset}];"
+
+
+@gluon.jit
+def code_pairs(at, OFFSET: gl.constexpr):
+    """Load 16 codes of a row of one group, and of the row OFFSET bytes on, as pairs 128 + code: `a` of four steps."""
+    text: gl.constexpr = _codes_ptx(OFFSET)
+    first, second = gl.inline_asm_elementwise(text, "=l,=l,r,~{memory}", [at], (gl.int64,) * 2, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(PAIRS, PAIRS_REGS, [first, second], (gl.int32,) * 16, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from auraflux.ops._cases import relative_rms
+from auraflux.ops._gpu_inputs import codes
+from auraflux.ops.linear.reference import linear
 from auraflux.quant import quantize
 
 pytest.importorskip("triton")
 from auraflux.ops.gpu.blocks.codes import Codes
 from auraflux.ops.linear.cuda.gemm.bits_skinny import matmul_codes
+from auraflux.ops.linear.cuda.gemm.int4_tiles import TOKENS, matmul_tiles
+from auraflux.ops.linear.cuda.gemm.int4_tiles import multiply as multiply_tiles
 from auraflux.ops.linear.cuda.matvec.bits import matvec_codes
 from auraflux.ops.linear.cuda.matvec.int8 import matvec_bytes
 from auraflux.ops.linear.cuda.row_copies import Product, in_bytes
@@ -133,3 +137,36 @@ def test_some_tokens(bits: int, group: int, width: int, parts: int, blocks: int,
     for program in range(2):
         Machine(device, 2, program).program(matmul_codes)(*args, 2, 1)
     assert relative_rms(device.get(out, nothing(tokens, rows)).float(), product(x, weight)) < TOL
+
+
+@pytest.mark.parametrize(
+    ("wide", "tokens", "rows", "width", "stages"), [(32, 21, 136, 384, 3), (64, 64, 128, 256, 2), (64, 70, 72, 256, 2)]
+)
+def test_many_tokens(wide: int, tokens: int, rows: int, width: int, stages: int):
+    """Rows and tokens that do not fill their tiles; without wgmma."""
+    assert wide in TOKENS
+    torch.manual_seed(0)
+    weight, x, bias, device = weight_of(rows, width, 4, 64), torch.randn(tokens, width).bfloat16(), torch.randn(rows), Device()
+    scales, biases = (part.view(torch.int32) for part in (weight.scales, weight.biases))
+    codes = Codes(*(device.put(part) for part in (weight.packed.view(torch.int8), scales, biases)))
+    out = device.put(nothing(tokens, rows))
+    sums = device.put(x.float().unflatten(1, (-1, 64)).sum(-1).T.contiguous())
+    args = device.put(x), sums, codes, device.put(bias), out, None, tokens, rows, width, wide, wide // 4, stages
+    for program in range(-(-rows // 128)):
+        for tile in range(-(-tokens // wide)):
+            Machine(device, wide // 4, program, tile, 0).program(matmul_tiles)(*args)
+    assert relative_rms(device.get(out, nothing(tokens, rows)).float(), product(x, weight) + bias) < TOL
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [17, 64, 70])
+@pytest.mark.parametrize(("rows", "width"), [(136, 384), (1024, 8192), (8192, 4096)])
+def test_many_tokens_on_the_gpu(tokens: int, rows: int, width: int):
+    """One share of K and several."""
+    torch.manual_seed(rows)
+    with torch.device("cuda"):
+        weight, x, bias = codes(rows, width, bits=4), torch.randn(tokens, width).bfloat16(), torch.randn(rows).bfloat16()
+        for each in (None, bias):
+            out = torch.full((tokens, rows), float("nan")).bfloat16()
+            multiply_tiles(x, weight, each, out)
+            assert relative_rms(out.float(), linear.reference(x.float(), weight, each)) < TOL

@@ -1,4 +1,4 @@
-"""One decode step of a complete delta layer on Hopper, in one Gluon kernel for heads of 128 channels in bf16.
+"""One decode step of a complete delta layer in one Gluon kernel, for heads of 128 channels in bf16.
 
 Both products use the old state, so one pass suffices: with S' = g S + k dᵀ, S'ᵀ q = g Sᵀ q + d (k . q). The norms of q and k
 are factors of the two results.
@@ -6,7 +6,8 @@ are factors of the two results.
 A cluster of programs serves a key head and the value heads that share it. They all read the key head's last inputs, which are
 overwritten only when every program has loaded them. With few heads a value head's columns are split among several programs,
 which exchange one number each for the norm of the result: by `st.async` with transaction counts, before the state is written,
-as a cluster barrier would wait for that write.
+as a cluster barrier would wait for that write. On GPUs without clusters a single program serves a key head and up to two value
+heads.
 
 The state is read before `gdc_wait`, while the preceding kernel still runs, which may not be one that writes it: a step right
 after another of the same sequences is launched without PDL.
@@ -20,11 +21,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
+from auraflux.ops.gpu.device import not_clusters
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.hopper.ptx import CLUSTER_ARRIVE, CLUSTER_WAIT, run
 
 WIDTH = 128  # channels of keys and values
 MOST_PROGRAMS = 8  # of a cluster
+MOST_SHARED = 2  # value heads of a program on GPUs without clusters: their states are in registers
 
 # by device, the state that the last step wrote
 _latest: dict[torch.device, int] = {}
@@ -60,11 +63,12 @@ class Weights(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """Compile-time shape: key heads, value heads per key head, and programs per value head."""
+    """Compile-time shape: key heads, value heads per key head, programs per value head, and programs of a cluster, or 1."""
 
     key_heads: int
     group: int
     programs: int
+    cluster: int
 
 
 @gluon.constexpr_function
@@ -145,22 +149,28 @@ def _shift_inputs(conv, channel, x, last, C: gl.constexpr, mine):
 
 @gluon.jit
 def layer_step(qkv, z, a, b, conv, state, weights, out, unit_eps, eps, scale, SHAPE: gl.constexpr):
-    """Run a key head of a sequence and its G value heads, each split among NS programs."""
+    """Run a key head of a sequence and its G value heads, each split among NS programs; or all in one program."""
     KEYS: gl.constexpr = SHAPE.key_heads
     G: gl.constexpr = SHAPE.group
     NS: gl.constexpr = SHAPE.programs
+    NC: gl.constexpr = SHAPE.cluster
     NW: gl.constexpr = gl.num_warps()
-    NC: gl.constexpr = G * NS
-    L: gl.constexpr = _tile(NC, NW, 128 // NS)
+    # columns of several value heads
+    MIXED: gl.constexpr = G * NS > NC
+    L: gl.constexpr = _tile(NC, NW, G * 128 // NC)
     LK: gl.constexpr = gl.SliceLayout(1, L)
     LV: gl.constexpr = gl.SliceLayout(0, L)
     C: gl.constexpr = (2 + G) * KEYS * 128
     n, key_head = gl.program_id(0) // KEYS, gl.program_id(0) % KEYS
-    rank = gl.inline_asm_elementwise("mov.u32 $0,%cluster_ctarank; // $1", "=r,r", [n], gl.int32, is_pure=True, pack=1)
+    rank = n * 0
+    if NC > 1:
+        rank = gl.inline_asm_elementwise("mov.u32 $0,%cluster_ctarank; // $1", "=r,r", [n], gl.int32, is_pure=True, pack=1)
     if NS > 1:
         box = gl.inline_asm_elementwise(_open_ptx(NC), "=r,r,~{memory}", [rank], gl.int32, is_pure=False, pack=1)
     first, head = (n * KEYS + key_head) * G, (n * KEYS + key_head) * G + rank // NS
     row, column = gl.arange(0, 128, LK), gl.arange(0, G * 128, LV)
+    if MIXED:
+        head = first + column // 128
     memory = state + first.to(gl.int64) * 16384 + ((column // 128 * 16384 + column % 128)[None, :] + row[:, None] * 128)
     cq = key_head * 128 + gl.arange(0, 128, _channels(NC, NW, 0))
     ck, cv = cq + KEYS * 128, (2 * KEYS + key_head * G) * 128 + gl.arange(0, G * 128, _channels(NC, NW, 1))
@@ -189,8 +199,9 @@ def layer_step(qkv, z, a, b, conv, state, weights, out, unit_eps, eps, scale, SH
     d = (v - at_k * (g * unit_k)) / (1.0 + gl.exp(-strength))
     o = at_q * (g * unit_q) + d * (kq * unit_k * unit_q)
     if NS == 1:
-        gl.store(memory, S * g + (d * unit_k)[None, :] * k[:, None], eviction_policy="evict_first")
-    o2 = gl.reshape(o, [NC, 128 // NS])  # a row for each program
+        rest = S * g[None, :] if MIXED else S * g
+        gl.store(memory, rest + (d * unit_k)[None, :] * k[:, None], eviction_policy="evict_first")
+    o2 = gl.reshape(o, [G * NS, 128 // NS])  # a row for each program of a value head
     total = gl.sum(o2 * o2, 1)
     if NS > 1:
         args = [box + gl.zeros_like(total).to(gl.int32), total]
@@ -212,7 +223,7 @@ def key_heads_of(qkv: Tensor, state: Tensor) -> int:
     return (qkv.shape[1] - heads * value_width) // (2 * key_width)
 
 
-def step_hopper(
+def run_layer_step(
     qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv: Tensor, state: Tensor, taps: Tensor, a_log: Tensor, dt_bias: Tensor,
     norm: Tensor, unit_eps: float, eps: float, out: Tensor,
 ) -> None:  # fmt: skip
@@ -220,9 +231,12 @@ def step_hopper(
     (batch, heads), key_heads = state.shape[:2], key_heads_of(qkv, state)
     shared = heads // key_heads
     _, programs, warps = split_for(batch * heads, shared)
+    cluster = shared * programs
+    if not_clusters(state.device):
+        programs, cluster, warps = 1, 1, 8 * shared
     early = _latest.get(state.device) != state.data_ptr()
     _latest[state.device] = state.data_ptr()
     launch(layer_step, (batch * key_heads,))(
         qkv, z, a, b, conv, state, Weights(taps, a_log, dt_bias, norm), out, unit_eps, eps, WIDTH**-0.5,
-        StepShape(key_heads, shared, programs), num_warps=warps, num_ctas=shared * programs, launch_pdl=early,
+        StepShape(key_heads, shared, programs, cluster), num_warps=warps, num_ctas=cluster, launch_pdl=early,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.delta.cuda import chunks, conv, decode, prefill, selective, serial
 from auraflux.ops.delta.reference import LAYER_STEPS, layer_step_by
-from auraflux.ops.gpu.device import not_clusters, not_wgmma
+from auraflux.ops.gpu.device import not_clusters, not_gluon, not_wgmma
 from auraflux.ops.routes import Route, Routes
 
 WIDEST_KEY = 256
@@ -111,7 +111,10 @@ def _refuses_decode(call: LayerStepCall) -> str | None:
     shared = call.state.shape[1] // decode.key_heads_of(call.qkv, call.state)
     if shared not in (1, 2, 4, 8):
         return f"{shared} value heads on a key head; it is for 1, 2, 4 or 8"
-    return UNALIGNED if (call.z.data_ptr() | call.state.data_ptr()) % 16 else not_clusters(call.qkv.device)
+    if (call.z.data_ptr() | call.state.data_ptr()) % 16:
+        return UNALIGNED
+    lacking = not_clusters(call.qkv.device) if shared > decode.MOST_SHARED else not_gluon(call.qkv.device)
+    return f"{shared} value heads on a key head; it {lacking} for more than {decode.MOST_SHARED}" if lacking else None
 
 
 def _refuses_one_by_one(call: PrefillCall) -> str | None:
@@ -128,7 +131,7 @@ def _never(call: object) -> None:
 def _decode(call: LayerStepCall) -> Tensor:
     out = torch.empty_like(call.z)
     if out.numel():
-        decode.step_hopper(*call[:10], call.unit_eps, call.eps, out)
+        decode.run_layer_step(*call[:10], call.unit_eps, call.eps, out)
     return out
 
 

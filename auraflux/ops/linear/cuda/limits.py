@@ -20,6 +20,7 @@ from auraflux.ops.linear.cuda.gemm import bits_skinny as gemm_bits_skinny
 from auraflux.ops.linear.cuda.gemm import cluster as gemm_cluster
 from auraflux.ops.linear.cuda.gemm import cluster_dense as gemm_cluster_dense
 from auraflux.ops.linear.cuda.gemm import int4_skinny as gemm_int4_skinny
+from auraflux.ops.linear.cuda.gemm import int4_tiles as gemm_int4_tiles
 from auraflux.ops.linear.cuda.gemm import wgmma_launch as gemm_wgmma_launch
 from auraflux.ops.linear.cuda.matvec import bits as matvec_bits
 from auraflux.ops.linear.cuda.matvec import dense_normed as matvec_dense_normed
@@ -136,6 +137,14 @@ def _row_blocks(call: Call, weight: QTensor) -> str | None:
 def _skinny_tile(call: Call, weight: QTensor) -> str | None:
     tile = gemm_int4_skinny.choose_tile(call.x, weight)
     return None if tile else f"{tuple(weight.shape)} is no multiple of the 64 x 256 tile"
+
+
+def _tiles_128(call: Call, weight: QTensor) -> str | None:
+    if weight.shape[0] * weight.shape[1] < gemm_int4_tiles.FEWEST_WEIGHTS:
+        return "dequantizing a small weight is as fast"
+    if gemm_int4_tiles.plan_for(call.tokens, weight, call.x.device):
+        return None
+    return f"{tuple(weight.shape)} is no multiple of 8 x {gemm_int4_tiles.INPUTS.value}"
 
 
 def _affine_bf16(call: Call, weight: QTensor) -> str | None:
@@ -318,11 +327,14 @@ GEMM_INT4_SKINNY = all_of(
     PRODUCTS_ONLY,
     NO_BIAS,
     require(lambda call: len(call.quantized) == 1, "the kernel takes one quantized weight"),
-    require(
-        lambda call: 2 <= call.tokens <= gemm_int4_skinny.most_tokens(call.x.device),
-        lambda call: f"{call.tokens} tokens; the kernel takes 2 to {gemm_int4_skinny.most_tokens(call.x.device)}",
-    ),
+    _tokens(2, gemm_int4_skinny.MOST_TOKENS),
     each_weight(_int4, _skinny_tile),
+)
+GEMM_INT4_TILES = all_of(
+    PRODUCTS_ONLY,
+    require(lambda call: len(call.quantized) == 1, "the kernel takes one quantized weight"),
+    _tokens(2, gemm_int4_tiles.MOST_TOKENS),
+    each_weight(_int4, _tiles_128),
 )
 GEMM_BITS_SKINNY = all_of(
     _tokens(2, gemm_bits_skinny.MOST_TOKENS),

@@ -1,9 +1,9 @@
 """Routes of products on CUDA, tried in order: the first whose conditions in `limits.py` hold multiplies.
 
 One token is bound by reading codes, so every format has a matvec, and the last of them reads all formats. Up to 16 tokens are
-multiplied from codes by skinny GEMMs, up to 64 by clusters that split K, up to 1024 (4-bit gate and up: any number) by wgmma.
-Beyond that, and for other formats, the weight is dequantized to the activations' dtype for cuBLAS, which also multiplies dense
-weights.
+multiplied from codes by skinny GEMMs, up to 64 by clusters that split K, or by tiles where there are no clusters, up to 1024
+(4-bit gate and up: any number) by wgmma. Beyond that, and for other formats, the weight is dequantized to the activations'
+dtype for cuBLAS, which also multiplies dense weights.
 
 With batch invariance requested, four-bit weights have a matvec and a GEMM of one summation order; other weights have
 `gemm_invariant`.
@@ -24,6 +24,7 @@ from auraflux.ops.linear.cuda.gemm import cluster as gemm_cluster
 from auraflux.ops.linear.cuda.gemm import cluster_dense as gemm_cluster_dense
 from auraflux.ops.linear.cuda.gemm import int4_invariant as gemm_int4_invariant
 from auraflux.ops.linear.cuda.gemm import int4_skinny as gemm_int4_skinny
+from auraflux.ops.linear.cuda.gemm import int4_tiles as gemm_int4_tiles
 from auraflux.ops.linear.cuda.gemm import invariant as gemm_invariant
 from auraflux.ops.linear.cuda.gemm import wgmma_launch as gemm_wgmma_launch
 from auraflux.ops.linear.cuda.matvec import any_format as matvec_any_format
@@ -163,6 +164,12 @@ def _int4_skinny(call: Call) -> Products:
     return Products(outs)
 
 
+def _int4_tiles(call: Call) -> Products:
+    outs = call.outs()
+    gemm_int4_tiles.multiply(call.x, call.quantized[0], call.biases[0], outs[0])
+    return Products(outs)
+
+
 def _bits_skinny(call: Call) -> Products:
     outs = call.outs()
     gemm_bits_skinny.multiply(call.x, call.quantized[0], outs[0])
@@ -252,6 +259,7 @@ PRODUCTS: Routes[Call, Products] = Routes(
     Route("one by one", limits.ONE_BY_ONE, _one_by_one, _then_each, invariant=True),
     Route("gemm_invariant", limits.GEMM_INVARIANT, _invariant, invariant=True, speed=speed.GEMM_INVARIANT),
     Route("gemm_int4_skinny", limits.GEMM_INT4_SKINNY, _int4_skinny, speed=speed.GEMM),
+    Route("gemm_int4_tiles", limits.GEMM_INT4_TILES, _int4_tiles, speed=speed.GEMM),
     Route("gemm_bits_skinny", limits.GEMM_BITS_SKINNY, _bits_skinny, speed=speed.GEMM),
     Route("matvec", limits.MATVEC_ANY_FORMAT, _matvec, speed=speed.MATVEC_SLOWER),
     Route("dequantized in bf16, then cuBLAS", limits.DEQUANTIZE_BF16, _dequantized_bf16, speed=speed.DEQUANTIZED),

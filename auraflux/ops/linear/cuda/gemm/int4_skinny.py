@@ -6,7 +6,6 @@ y[m, n] = Σ_k x[m, k] (code[n, k] scale[n, k/64] + bias[n, k/64]); codes eight 
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,8 +20,7 @@ from auraflux.ops.hopper.shared_memory import long_at, put, word_at
 from auraflux.ops.linear.cuda.matvec.int4 import operands
 from auraflux.quant import QTensor
 
-MOST_TOKENS = 16  # of a launch
-MOST_SLICED = 48  # beyond, dequantizing the weight for cuBLAS is as fast
+MOST_TOKENS = 16
 WARPS = 8
 
 
@@ -134,7 +132,7 @@ SMALL_TILES = (Tile(4, 1, 4), Tile(2, 1, 4), Tile(1, 1, 4))
 
 def choose_tile(x: Tensor, weight: QTensor) -> Tile | None:
     """Choose a tile for up to MOST_TOKENS tokens; None where the shape is not supported."""
-    tokens, (rows, width), most = min(x.shape[0], MOST_TOKENS), weight.shape, shared_nbytes(x.device)
+    tokens, (rows, width), most = x.shape[0], weight.shape, shared_nbytes(x.device)
     if rows % 64 or width % 256:
         return None
     tiles = 1 if tokens <= 8 else 2
@@ -153,18 +151,11 @@ def choose_tile(x: Tensor, weight: QTensor) -> Tile | None:
     return Tile(block, deep)
 
 
-def most_tokens(device: torch.device) -> int:
-    """Return the tokens up to which this is the fastest kernel: without wgmma, several slices of MOST_TOKENS."""
-    return MOST_TOKENS if not_wgmma(device) is None else MOST_SLICED
-
-
 def multiply(x: Tensor, weight: QTensor, out: Tensor) -> None:
-    """Multiply tokens by a weight, MOST_TOKENS at a time, into bf16 [T, N]."""
-    rows, width = weight.shape
-    for first in range(0, len(x), MOST_TOKENS):
-        some, into = x[first : first + MOST_TOKENS], out[first : first + MOST_TOKENS]
-        tile = choose_tile(some, weight)
-        assert tile is not None
-        sizes = len(some), rows, width, tile.blocks, 1 if len(some) <= 8 else 2, tile.warps, tile.slots
-        grid, options = (rows // (16 * tile.blocks),), {"num_warps": tile.warps, "maxnreg": tile.registers}
-        launch(matmul16, grid)(some, *operands(weight), into, *sizes, **options, launch_pdl=True)
+    """Multiply up to MOST_TOKENS tokens by a weight, into bf16 [T, N]."""
+    tokens, (rows, width) = x.shape[0], weight.shape
+    tile = choose_tile(x, weight)
+    assert tile is not None
+    sizes = tokens, rows, width, tile.blocks, 1 if tokens <= 8 else 2, tile.warps, tile.slots
+    grid, options = (rows // (16 * tile.blocks),), {"num_warps": tile.warps, "maxnreg": tile.registers}
+    launch(matmul16, grid)(x, *operands(weight), out, *sizes, **options, launch_pdl=True)
