@@ -186,7 +186,7 @@ DELTA: dict[str, Any] = {
     "vectors": {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
     "values": {
         "linear_attn.norm.weight": lambda weight: weight,
-        "norm.weight": _minus_one,
+        **dict.fromkeys(("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"), _minus_one),
         # the file stores -exp(A_log)
         "A_log": lambda rate: (-rate).log(),
     },
@@ -213,7 +213,7 @@ ARCHITECTURES = {
         "gemma3_text", ATTENTION | HEAD_NORMS | MLP | GEMMA3, values=GEMMA_NORMS, extra_config=gemma_embedding
     ),
     "gemma4": Architecture("gemma4_text", ATTENTION | HEAD_NORMS | MLP | GEMMA4, extra_config=gemma4, vectors=GEMMA4_VECTORS),
-    "qwen3next": Architecture("qwen3_next", HYBRID | QWEN_SHARED, extra_config=qwen3_next_moe, **DELTA),
+    "qwen3next": Architecture("qwen3_next", HYBRID | QWEN_SHARED, extra_config=qwen3_next_moe, **DELTA, mtp_prefix="mtp"),
     "qwen35": Architecture(
         "qwen3_5_text",
         HYBRID | _renamed_norm(MLP),
