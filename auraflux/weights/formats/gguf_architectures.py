@@ -9,7 +9,10 @@ from auraflux.errors import FormatError
 from auraflux.weights.fields import COUNT, NAME, fields_of
 from auraflux.weights.formats.gguf_config import (
     GGUFMetadata,
+    afmoe,
     deepseek2,
+    dots1,
+    exaone_moe,
     gemma3,
     gemma4,
     gemma_embedding,
@@ -73,6 +76,14 @@ SHARED = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 GLM4_MOE = _renamed_norm(SHARED)
+AFMOE = {
+    **SHARED,
+    "attn_gate": "self_attn.gate_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_mlp_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_gate_inp": "mlp.router.gate",
+}
 # newer files split kv_b_proj as mlx-lm does: a transposed stack for keys and one for values
 LATENT = {
     "attn_norm": "input_layernorm",
@@ -203,6 +214,13 @@ ARCHITECTURES = {
     "gpt-oss": Architecture("gpt_oss", ATTENTION | GPT_OSS, extra_config=gpt_oss, vectors=SINKS),
     "glm4moe": Architecture(
         "glm4_moe", ATTENTION | HEAD_NORMS | GLM4_MOE, extra_config=glm4_moe, vectors=_score_bias("mlp.gate")
+    ),
+    "dots1": Architecture("dots1", ATTENTION | HEAD_NORMS | SHARED, extra_config=dots1, vectors=_score_bias("mlp.gate")),
+    "exaone-moe": Architecture(
+        "exaone_moe", ATTENTION | HEAD_NORMS | SHARED, extra_config=exaone_moe, vectors=_score_bias("mlp")
+    ),
+    "afmoe": Architecture(
+        "afmoe", ATTENTION | HEAD_NORMS | AFMOE, extra_config=afmoe, vectors={"exp_probs_b.bias": "mlp.expert_bias"}
     ),
     "deepseek2": Architecture("deepseek_v3", LATENT | SHARED, extra_config=deepseek2, vectors=_score_bias("mlp.gate")),
     "minimax-m2": Architecture(
