@@ -77,13 +77,6 @@ def check_shape(width: int, height: int) -> None:
         raise InputError(f"the image has {width} x {height} pixels; no side may be more than {MOST_UNEVEN} times the other.")
 
 
-def normalized(pixels: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """Scale uint8 [H, W, 3] to 0..1, then by mean and standard deviation of each channel: float32 [3, H, W]."""
-    scaled = (pixels.transpose(2, 0, 1).astype(np.float64) * (1 / 255)).astype(np.float32)
-    channels = (np.array(each, np.float32)[:, None, None] for each in (mean, std))
-    return (scaled - next(channels)) / next(channels)
-
-
 @dataclass(frozen=True)
 class GridProcessor:
     """Images of any shape, resized to whole blocks of patches within limits, as Qwen's towers take them.

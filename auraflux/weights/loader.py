@@ -304,7 +304,7 @@ class Weights:
         if (group := fitting_group(width, self.group)) is None:
             self.unquantized[name] = width
             return found
-        return quantize_large(found, self.bits, group)
+        return quantize_large(found, self.bits, group, self.device if self.device.type == "cuda" else None)
 
     def to_kernel_layout(self, found: Stored, in_order: bool = False) -> Stored:
         """Convert a matrix or stack to the layout of the device's kernels."""

@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.models.config import VOCABULARY, Keys
-from auraflux.vision.processor import check_shape, normalized
+from auraflux.vision.processor import check_shape
 from auraflux.vision.prompt_images import BothWays
 from auraflux.vision.settings import ImageSettings
 from auraflux.vision.span import PreparedImage
-from auraflux.vision.towers.layers import ACTIVATIONS, Linear, Loader, RMSNorm, activation, attention
+from auraflux.vision.towers.layers import ACTIVATIONS, Linear, Loader, RMSNorm, activation, attention, normalized
 from auraflux.weights.fields import COUNT, EPS, LAYER_COUNT, NAME, TOKEN, WIDTH, Fields
 from auraflux.weights.formats.untrusted import integer
 
@@ -188,7 +187,7 @@ class Tower:
     def patchify(self, image: PreparedImage) -> Tensor:
         """Return the patches of an image, row by row: [N, 3 * patch * patch] float32."""
         side, patch = self.config.side, self.config.patch
-        pixels = torch.from_numpy(normalized(image.pixels, self.processor.mean, self.processor.std))
+        pixels = normalized(image.pixels, self.processor.mean, self.processor.std, self.places.device)
         return pixels.view(3, side, patch, side, patch).permute(1, 3, 0, 2, 4).reshape(side * side, -1)
 
     def run(self, image: PreparedImage) -> Iterator[Tensor]:

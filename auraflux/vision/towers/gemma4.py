@@ -11,11 +11,11 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.models.config import VOCABULARY, Keys
-from auraflux.vision.processor import check_shape, normalized
+from auraflux.vision.processor import check_shape
 from auraflux.vision.prompt_images import BothWays
 from auraflux.vision.settings import ImageSettings
 from auraflux.vision.span import PreparedImage
-from auraflux.vision.towers.layers import ClippedLinear, Linear, Loader, RMSNorm, activation, attention, rotate_half
+from auraflux.vision.towers.layers import ClippedLinear, Linear, Loader, RMSNorm, activation, attention, normalized, rotate_half
 from auraflux.weights.fields import COUNT, EPS, HEAD, LAYER_COUNT, NAME, THETA, TOKEN, WIDTH, Fields
 from auraflux.weights.formats.untrusted import FLAG, integer
 
@@ -237,7 +237,7 @@ class Tower:
     def patchify(self, image: PreparedImage) -> Tensor:
         """Return the patches of an image, row by row, from 0 to 1: [N, patch * patch * 3] float32."""
         rows, columns, patch = *(side * self.config.merge for side in image.grid), self.config.patch
-        pixels = torch.from_numpy(normalized(image.pixels, (0.0,) * 3, (1.0,) * 3))
+        pixels = normalized(image.pixels, (0.0,) * 3, (1.0,) * 3, self.places.device)
         cut = pixels.view(3, rows, patch, columns, patch)
         return cut.permute(1, 3, 2, 4, 0).reshape(rows * columns, -1)
 

@@ -1,9 +1,10 @@
 """The interface of towers, and layers in torch whose weights stay in the checkpoint's dtype."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -80,6 +81,13 @@ class Loader:
         if self.weights.has(name) and self.weights.shape(name)[-1] == 3 != sides[-1]:
             return self.tensor(name, hidden, *sides, 3).movedim(-1, 1).reshape(hidden, -1)
         return self.tensor(name, hidden, 3, *sides).reshape(hidden, -1)
+
+
+def normalized(pixels: np.ndarray, mean: Sequence[float], std: Sequence[float], device: torch.device) -> Tensor:
+    """Scale uint8 [H, W, 3] to 0..1, then by mean and standard deviation of each channel: float32 [3, H, W] on a device."""
+    scaled = (torch.tensor(pixels).to(device).permute(2, 0, 1).double() * (1 / 255)).float()
+    center, spread = (torch.tensor(each, dtype=torch.float32, device=device)[:, None, None] for each in (mean, std))
+    return scaled.sub_(center).div_(spread)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.models.config import Keys
-from auraflux.vision.processor import check_shape, normalized
+from auraflux.vision.processor import check_shape
 from auraflux.vision.settings import ImageSettings
 from auraflux.vision.span import PreparedImage
-from auraflux.vision.towers.layers import Linear, Loader, activation, attention, read_heads, rotate_half
+from auraflux.vision.towers.layers import Linear, Loader, activation, attention, normalized, read_heads, rotate_half
 from auraflux.weights.fields import EPS, LAYER_COUNT, NAME, THETA, TOKEN, WIDTH, Fields
 from auraflux.weights.formats.untrusted import FLAG, integer
 
@@ -195,7 +195,7 @@ class Tower:
     def patchify(self, image: PreparedImage) -> Tensor:
         """Return the patches of an image, row by row: [N, 3 * patch * patch] float32."""
         rows, columns = (side * self.config.merge for side in image.grid)
-        pixels = torch.from_numpy(normalized(image.pixels, self.processor.mean, self.processor.std))
+        pixels = normalized(image.pixels, self.processor.mean, self.processor.std, self.patches.weight.device)
         cut = pixels.view(3, rows, self.config.patch, columns, self.config.patch)
         return cut.permute(1, 3, 0, 2, 4).reshape(rows * columns, -1)
 

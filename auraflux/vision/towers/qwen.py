@@ -10,10 +10,10 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.models.config import Keys
-from auraflux.vision.processor import GridProcessor, normalized
+from auraflux.vision.processor import GridProcessor
 from auraflux.vision.settings import ImageSettings
 from auraflux.vision.span import PreparedImage
-from auraflux.vision.towers.layers import Linear, Loader, activation, attention, read_heads, rotate_half
+from auraflux.vision.towers.layers import Linear, Loader, activation, attention, normalized, read_heads, rotate_half
 from auraflux.weights.fields import LAYER_COUNT, NAME, TOKEN, WIDTH, Fields
 from auraflux.weights.formats.untrusted import integer, list_of
 
@@ -137,7 +137,7 @@ class Tower:
     def patchify(self, image: PreparedImage) -> Tensor:
         """Return the patches of an image, block by block: [N, 3 * frames * patch * patch] float32."""
         config, (rows, columns) = self.config, image.grid
-        pixels = torch.from_numpy(normalized(image.pixels, self.processor.mean, self.processor.std))
+        pixels = normalized(image.pixels, self.processor.mean, self.processor.std, self.places.device)
         cut = pixels.view(3, rows, config.merge, config.patch, columns, config.merge, config.patch)
         # a still image fills all frames of a patch
         cut = cut.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5)

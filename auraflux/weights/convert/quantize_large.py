@@ -1,4 +1,4 @@
-"""Quantization of large weights in chunks of rows on all cores."""
+"""Quantization of large weights in chunks of rows: on all cores, or on a GPU."""
 
 import math
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from auraflux.quant import QTensor, quantize
 from auraflux.quant.gguf_blocks import REQUANTIZED_BITS, requantized_group
 
 CHUNK = 1 << 16  # weights
+GPU_CHUNK = 1 << 20
 SMALLER_GROUPS = 64, 32
 
 
@@ -20,25 +21,33 @@ def fitting_group(width: int, group: int) -> int | None:
     return next((each for each in (group, *SMALLER_GROUPS) if each <= group and width % each == 0), None)
 
 
-def quantize_large(weight: Tensor | QTensor, bits: int, group: int) -> QTensor:
-    """Quantize in chunks, since `quantize` takes ten times the memory of its input; codes are dequantized to float32 first."""
+def quantize_large(weight: Tensor | QTensor, bits: int, group: int, gpu: torch.device | None = None) -> QTensor:
+    """Quantize in chunks, since `quantize` takes ten times the memory of its input; codes are dequantized to float32 first.
+
+    gpu  quantize on this GPU, where the result stays; with the same result as on a CPU
+    """
     *stack, count, width = weight.shape
-    step, count = max(1, CHUNK // width), math.prod((*stack, count))
+    step, count = max(1, (CHUNK if gpu is None else GPU_CHUNK) // width), math.prod((*stack, count))
     if step >= count:
-        return quantize(_dense(weight), bits, group)
+        return quantize(_dense(weight, None, gpu), bits, group)
     rows = _flatten_stack(weight)
-    first = quantize(_dense(rows, range(step)), bits, group)
+    first = quantize(_dense(rows, range(step), gpu), bits, group)
     assert first.biases is not None
     outputs = [part.new_empty(count, part.shape[1]) for part in (first.packed, first.scales, first.biases)]
 
     def write(start: int) -> None:
-        made = quantize(_dense(rows, range(start, min(count, start + step))), bits, group)
+        made = quantize(_dense(rows, range(start, min(count, start + step)), gpu), bits, group)
         assert made.biases is not None
         for output, part in zip(outputs, (made.packed, made.scales, made.biases), strict=True):
             output[start : start + step] = part
 
-    with single_threaded_workers() as pool:
-        list(pool.map(write, range(0, count, step)))
+    starts = range(0, count, step)
+    if gpu is None:
+        with single_threaded_workers() as pool:
+            list(pool.map(write, starts))
+    else:
+        for start in starts:
+            write(start)
     packed, scales, biases = (output.view(*weight.shape[:-1], -1) for output in outputs)
     return QTensor(packed, scales, biases, bits, group, tuple(weight.shape))
 
@@ -49,11 +58,13 @@ def _flatten_stack(weight: Tensor | QTensor) -> Tensor | QTensor:
     return weight.flatten(0, -2)
 
 
-def _dense(weight: Tensor | QTensor, rows: range | None = None) -> Tensor:
+def _dense(weight: Tensor | QTensor, rows: range | None = None, device: torch.device | None = None) -> Tensor:
     if isinstance(weight, QTensor):
         some = weight if rows is None else weight.take(torch.arange(rows.start, rows.stop, device=weight.device))
-        return some.dequantize(torch.float32)
-    return weight if rows is None else weight[rows.start : rows.stop]
+        found = some.dequantize(torch.float32)
+    else:
+        found = weight if rows is None else weight[rows.start : rows.stop]
+    return found if device is None else found.to(device)
 
 
 def requantize_for_mlx(weight: QTensor) -> QTensor:
