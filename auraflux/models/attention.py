@@ -11,9 +11,9 @@ from auraflux.adapters.linears import linear
 from auraflux.cache import Batch, MixedBatch
 from auraflux.models.layer import LayerInput, Mixer
 from auraflux.models.rotation import Growth, Rotation
-from auraflux.ops import rms_norm, sigmoid_gate, split_q_gate
+from auraflux.ops import gate_heads, rms_norm, sigmoid_gate, split_q_gate
 from auraflux.quant import QTensor
-from auraflux.weights.formats.stored import dense
+from auraflux.weights.formats.stored import Stored, dense
 from auraflux.weights.loader import Weights, sampled
 from auraflux.weights.parallel.tensor_slices import span
 
@@ -30,6 +30,19 @@ class Heads:
     width: int
 
 
+@dataclass(frozen=True)
+class OutputGate:
+    """A projection of gates over the output of attention.
+
+    per_head  one gate for all channels of a head, not one for each
+    soft      outputs are multiplied by softplus(gate), not by sigmoid(gate)
+    """
+
+    name: str
+    per_head: bool = False
+    soft: bool = False
+
+
 class Attention(Mixer):
     """Grouped-query attention over the cache.
 
@@ -40,6 +53,7 @@ class Attention(Mixer):
     scale   of the attention scores; by default 1/sqrt(width)
     sinks   each head has an attention sink
     gated   q_proj holds an output gate next to each head's query
+    gate    output gates of their own projection
     growth  scales queries by their positions
     parts   the projections: "qkv"; "qk" where values are made of keys; "q" where both are another layer's
     shift   added to the norms' weights: 1 where checkpoints store w of a (1 + w) norm
@@ -63,7 +77,9 @@ class Attention(Mixer):
         across: bool = False,
         growth: Growth | None = None,
         parts: str = "qkv",
+        gate: OutputGate | None = None,
     ):
+        self.output_gate = gate
         self.rotation, self.eps, self.softcap, self.gated = rotation, eps or 0.0, softcap, gated
         self.by_context = rotation.by_context is not None
         self.scale, self.growth = heads.width**-0.5 if scale is None else scale, growth
@@ -74,6 +90,11 @@ class Attention(Mixer):
         each = [(f"{name}.{kind}_proj", n * heads.kv, span(mine, n)) for kind, n in rows.items()]
         self.qkv = [weights.row_shard(projection, n, hidden, some) for projection, n, some in each]
         self.qkv_bias = [weights.bias(*which) for which in each]
+        self.gate: tuple[Stored, ...] = ()
+        if gate is not None:
+            width = 1 if gate.per_head else heads.width
+            rows_of_gate = heads.count * width, hidden, span(mine, shared * width)
+            self.gate = (weights.row_shard(f"{name}.{gate.name}", *rows_of_gate),)
         columns = span(mine, shared * heads.width)
         self.out = weights.column_shard(f"{name}.o_proj", hidden, heads.count * heads.width, columns)
         self.out_bias = weights.bias_on_first_rank(f"{name}.o_proj", hidden)
@@ -101,9 +122,15 @@ class Attention(Mixer):
         """Return the residual stream with its delta added, and the next delta, both [T, H]."""
         total, rows, gate = self.project(inputs)
         out = batch.map_parts(lambda part, *rows: self._attend(part, store, *rows), *rows)
-        if gate is not None:
-            out = sigmoid_gate(out, gate)
-        return total, self.projected(out)
+        return total, self.projected(out if gate is None else self._gated(out, gate))
+
+    def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
+        """Multiply the output by its gates: [T, Hq, D] -> [T, Hq, D]."""
+        kind = self.output_gate
+        if kind is None or not (kind.per_head or kind.soft):
+            return sigmoid_gate(out, gate.view(out.shape) if gate.is_contiguous() else gate)
+        # a gate for each channel is one for each head of one channel
+        return gate_heads(out if kind.per_head else out.view(*gate.shape, 1), gate, kind.soft).view(out.shape)
 
     def _attend(self, batch: Batch, store: Any, *rows: Tensor) -> Tensor:
         q = self.append(batch, store, *rows)
@@ -141,8 +168,9 @@ class Attention(Mixer):
     def project(self, inputs: LayerInput) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         """Return the residual stream with its delta added, the queries, keys and values, and output gates or None."""
         heads, tokens = self.heads, len(inputs.x)
-        total, (q, k, v) = inputs.linears(self.qkv, self.qkv_bias)
-        gate = None
+        biases = [*self.qkv_bias, *(None for _ in self.gate)]
+        total, (q, k, v, *gates) = inputs.linears([*self.qkv, *self.gate], biases)
+        gate = gates[0] if gates else None
         if self.across is not None:
             q, k = rms_norm(q, self.across[0], self.eps), rms_norm(k, self.across[1], self.eps)
         if self.gated:

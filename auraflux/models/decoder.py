@@ -24,7 +24,7 @@ from auraflux.weights.loader import Weights
 HEADLESS = re.compile(r"(layers\.\d+\.|embed_tokens\.|norm\.weight$)")
 # vision and audio towers and their projectors, and the Dense modules of embedding models
 UNUSED = re.compile(
-    r"^(model\.)?(visual|vision_tower|vision_model|vision_embedder|audio_tower|embed_vision|embed_audio"
+    r"^(model\.)?(visual|vision_(tower|model|embedder|adapter|projection)|audio_tower|embed_vision|embed_audio"
     r"|mm_projector|multi_modal_projector|dense\.\d+)\.|rotary_emb\."
 )
 

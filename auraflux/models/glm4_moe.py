@@ -1,6 +1,6 @@
 """GLM 4 mixtures and relatives: grouped-query attention, in some with partial RoPE, and DeepSeek V3's routing.
 
-MiniMax M2, Solar Open, dots.llm1 and Hunyuan 3 differ in norms, windows and names.
+MiniMax M2, Solar Open, dots.llm1, Hunyuan 3 and K-EXAONE differ in norms, windows and names.
 """
 
 import re
@@ -12,16 +12,19 @@ from auraflux.models.config import Keys
 from auraflux.models.layer import FeedForward
 from auraflux.models.mixture import MixtureConfig, biased_mixture
 from auraflux.models.mtp import MTPNames, after_last
-from auraflux.models.rotation import rope_settings, rotated_share, rotation
+from auraflux.models.rotation import no_rotation, rope_settings, rotated_share, rotation
 from auraflux.ops import Routing
-from auraflux.weights.fields import FACTOR, LAYERS, SHARED_EXPERTS
+from auraflux.weights.fields import FACTOR, HEAD, LAYER_INTERVAL, LAYERS, SHARED_EXPERTS
 from auraflux.weights.formats.untrusted import FLAG, integer
 from auraflux.weights.loader import Weights
 
-# Hunyuan 3's names within a mixture, as published and in transformers
-HUNYUAN_BIAS = "expert_bias"
-HUNYUAN_NAMES = {"router.gate.": "gate.", "e_score_correction_bias": HUNYUAN_BIAS, "shared_mlp.": "shared_experts."}
+# names within a mixture of Hunyuan 3 and K-EXAONE, as published and in transformers
+EXPERT_BIAS = "expert_bias"
+HUNYUAN_NAMES = {"router.gate.": "gate.", "e_score_correction_bias": EXPERT_BIAS, "shared_mlp.": "shared_experts."}
 HUNYUAN = re.compile(r"\.mlp\.(router\.gate\.|e_score_correction_bias|shared_mlp\.)")
+
+# DeepSeek's keys -> K-EXAONE's
+EXAONE = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,15 +84,29 @@ def _hunyuan(keys: Keys) -> dict[str, Any]:
     inner, layers = keys.expert_inner, range(keys.layers)
     sparse = deepseek_v3.sparse_layers(keys) if "mlp_layer_types" in keys else [index > 0 for index in layers]
     return {
-        "mixture": MixtureConfig(count, inner, routing, inner * keys.get("num_shared_experts", SHARED_EXPERTS, 1) or None),
+        "mixture": MixtureConfig(count, inner, routing, inner * _shared(keys) or None),
         "sparse": frozenset(index for index in layers if sparse[index]),
         "home": "mlp",
-        "bias": HUNYUAN_BIAS,
+        "bias": EXPERT_BIAS,
         "extra": 0,
     }
 
 
-OF_KIND = {"glm4_moe": _glm, "minimax_m2": _minimax, "hy_v3": _hunyuan}
+def _exaone(keys: Keys) -> dict[str, Any]:
+    found = _deepseek(Keys(keys.changed({"num_shared_experts": _shared(keys)}).found, EXAONE))
+    # some files have a pattern of letters beside their list
+    every = 1 if "layer_types" in keys else keys.get("sliding_window_pattern", LAYER_INTERVAL, 4)
+    kinds = llama.listed_kinds(keys, every)
+    still = no_rotation(keys.get("head_dim", HEAD, keys.hidden // keys.heads))
+    full = {index: still for index, kind in enumerate(kinds) if kind == llama.FULL}
+    return {**found, "windows": llama.windows_of(keys, kinds), "others": full, "bias": EXPERT_BIAS, "extra": 0}
+
+
+def _shared(keys: Keys) -> int:
+    return keys.get("num_shared_experts", SHARED_EXPERTS, 1)
+
+
+OF_KIND = {"glm4_moe": _glm, "minimax_m2": _minimax, "hy_v3": _hunyuan, "exaone_moe": _exaone}
 
 
 def _rotated_channels(keys: Keys, width: int) -> int:
@@ -108,7 +125,7 @@ class Model(qwen3_moe.Model):
     config: Config
 
     def __init__(self, config: Config, weights: Weights):
-        if config.bias == HUNYUAN_BIAS:
+        if config.bias == EXPERT_BIAS:
             # an MTP layer, which transformers does not run either
             weights.skip_prefix(f"model.layers.{config.layers}.")
         super().__init__(config, weights)

@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from auraflux.adapters.linears import add_norm_linears, linear
@@ -19,7 +18,7 @@ from auraflux.models.layer import LayerInput, Mixer, PartMixer
 from auraflux.models.mtp import MTPNames, after_last
 from auraflux.models.qwen3_5_moe import ATTENTION, DELTA, TAPS, UNIT_EPS, taps_of
 from auraflux.models.qwen3_moe import PARTS
-from auraflux.models.rotation import Rotation
+from auraflux.models.rotation import no_rotation
 from auraflux.ops import channel_gates, qk_norm, rms_norm, sigmoid_gate
 from auraflux.weights import fields
 from auraflux.weights.fields import COUNT, HEAD, LAYERS, MOST_LAYERS, Fields
@@ -61,7 +60,7 @@ class Config(deepseek_v3.Config):
         heads = inner.get("num_heads", COUNT, keys.get("linear_num_heads", COUNT, 32))
         width = inner.get("head_dim", HEAD, keys.get("linear_head_dim", HEAD, 128))
         # a rotation by nothing
-        still = Rotation(torch.zeros(base.widths.rope // 2))
+        still = no_rotation(base.widths.rope)
         return cls(**vars(replace(base, rotation=still)), kinds=_kinds(keys, inner), delta_heads=heads, delta_width=width)
 
 

@@ -10,13 +10,14 @@ from auraflux.models.config import Keys
 from auraflux.models.decoder import Decoder, text_name
 from auraflux.models.layer import FeedForward, Mixer
 from auraflux.models.mlp import MLP
-from auraflux.models.rotation import Growth, Rotation, growth, rope_settings, rotation
+from auraflux.models.rotation import Growth, RopeSettings, Rotation, growth, rope_settings, rotation, rotations
 from auraflux.weights.fields import HEAD
 from auraflux.weights.formats.untrusted import FLAG, integer
 from auraflux.weights.loader import Weights
 
 EACH, ALL = "each", "all"
-NORMS = {**dict.fromkeys(("qwen3", "qwen3_moe", "dots1", "hy_v3"), EACH), **dict.fromkeys(("olmoe", "minimax_m2"), ALL)}
+NORMED = "qwen3", "qwen3_moe", "dots1", "hy_v3", "exaone_moe", "mellum", "afmoe", "laguna", "step3p7"
+NORMS = {**dict.fromkeys(NORMED, EACH), **dict.fromkeys(("olmoe", "minimax_m2"), ALL)}
 SLIDING, FULL = "sliding_attention", "full_attention"
 # with a window in every layer, and with one where use_sliding_window says so
 WINDOWED, SWITCHED = ("mistral", "ministral3", "mixtral"), ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
@@ -29,6 +30,7 @@ class Config:
     windows     the sliding window of each layer; None for full attention
     head_norms  QK norms over EACH head or over ALL heads at once; None for no QK norms
     growth      scales queries by their positions
+    others      layer -> its rotation, where that is not `rotation`
     """
 
     hidden: int
@@ -45,6 +47,11 @@ class Config:
     context: int
     rotation: Rotation
     growth: Growth | None
+    others: dict[int, Rotation]
+
+    def rotation_of(self, index: int) -> Rotation:
+        """Return the rotation of a layer."""
+        return self.others.get(index, self.rotation)
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "Config":
@@ -67,7 +74,27 @@ class Config:
             context=keys.context(2048),
             rotation=rotation(keys, width, settings, by_context=True),
             growth=growth(settings),
+            others={},
         )
+
+
+def listed_kinds(keys: Keys, every: int) -> tuple[str, ...]:
+    """Return the kind of each layer, from the checkpoint's list, or with full attention in every so many layers."""
+    if "layer_types" in keys:
+        return keys.layer_types(SLIDING, FULL)
+    return tuple(SLIDING if (index + 1) % every else FULL for index in range(keys.layers))
+
+
+def windows_of(keys: Keys, kinds: tuple[str, ...]) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer."""
+    return tuple(keys.window() if kind == SLIDING else None for kind in kinds)
+
+
+def by_kind(keys: Keys, width: int, usual: dict[str, RopeSettings]) -> dict[str, Any]:
+    """Return the windows and rotations of layers whose kind decides both; without a list they are full-attention layers."""
+    kinds = keys.layer_types(SLIDING, FULL) if "layer_types" in keys else (FULL,) * keys.layers
+    found = rotations(keys, width, usual)
+    return {"windows": windows_of(keys, kinds), "others": {index: found[kind] for index, kind in enumerate(kinds)}}
 
 
 def _windows(keys: Keys) -> tuple[int | None, ...]:
@@ -78,11 +105,11 @@ def _windows(keys: Keys) -> tuple[int | None, ...]:
         last = keys.get("max_window_layers", integer(0, 1 << 16), 62)
         listed = keys.layer_types(SLIDING, FULL) if "layer_types" in keys else None
         kinds = listed or tuple(SLIDING if window is not None and i >= last else FULL for i in range(keys.layers))
-        return tuple(keys.window() if kind == SLIDING else None for kind in kinds)
+        return windows_of(keys, kinds)
     kinds = _layer_types(keys) if keys.kind in SWITCHED else (FULL,) * keys.layers
     if SLIDING in kinds and not keys.get("use_sliding_window", FLAG, False):
         raise FormatError(f"{keys.title} has layer_types {SLIDING} and use_sliding_window false. Make one fit the other.")
-    return tuple(keys.window() if kind == SLIDING else None for kind in kinds)
+    return windows_of(keys, kinds)
 
 
 def _layer_types(keys: Keys) -> tuple[str, ...]:
@@ -112,7 +139,8 @@ class Model(Decoder[Config]):
 
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         config = self.config
-        heads, rotation = Heads(config.heads, config.kv_heads, config.head_width), config.rotation.to(weights.device)
+        heads = Heads(config.heads, config.kv_heads, config.head_width)
+        rotation = config.rotation_of(index).to(weights.device)
         eps, across = config.eps if config.head_norms else None, config.head_norms == ALL
         options: dict[str, Any] = {"across": across, "growth": config.growth}
         return Attention(weights, f"{name}.self_attn", config.hidden, heads, rotation, eps, **options)

@@ -23,7 +23,7 @@ from auraflux.models.layer import FeedForward, Layer, LayerInput, Mixer, PartMix
 from auraflux.models.mixture import MixtureConfig, biased_mixture
 from auraflux.models.mlp import NoMLP, SquareMLP
 from auraflux.models.qwen3_5_moe import TAPS, taps_of
-from auraflux.models.rotation import Rotation
+from auraflux.models.rotation import no_rotation
 from auraflux.ops import ReluSquare, group_rms_norm, scan_gates
 from auraflux.weights.fields import COUNT, EPS, HEAD, LAYER_COUNT, MOST_LAYERS, NAMES, WIDTH
 from auraflux.weights.formats.untrusted import OBJECT, either, list_of, listed, number, shown, string
@@ -165,8 +165,7 @@ class Model(decoder.Decoder[Config]):
         config = self.config
         if config.blocks[index].mixer == SCAN:
             return Mamba(weights, f"{name}.linear_attn", config)
-        # the identity rotation
-        still = Rotation(torch.zeros(config.heads.width // 2, device=weights.device))
+        still = no_rotation(config.heads.width).to(weights.device)
         return Attention(weights, f"{name}.self_attn", config.hidden, config.heads, still)
 
     def make_mlp(self, weights: Weights, name: str, index: int) -> FeedForward:

@@ -96,6 +96,7 @@ def read_config(keys: Keys) -> Config:
         context=keys.context(32768),
         rotation=rotation(keys, int(width * (0.25 if share is None else share)), settings),
         growth=None,
+        others={},
         mixture=mixture,
         sparse=sparse,
         home="mlp",

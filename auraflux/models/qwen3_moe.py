@@ -1,4 +1,4 @@
-"""Llama's layers with mixtures of experts, routed by softmax: Qwen2 and Qwen3, OLMoE, Mixtral."""
+"""Llama's layers with mixtures of experts, routed by softmax: Qwen2 and Qwen3, OLMoE, Mixtral, Mellum."""
 
 import re
 from dataclasses import dataclass
@@ -10,12 +10,14 @@ from auraflux.models.decoder import text_name
 from auraflux.models.layer import FeedForward
 from auraflux.models.mixture import Mixture, MixtureConfig
 from auraflux.models.mlp import MLP, AddedMLP
+from auraflux.models.rotation import RopeSettings
 from auraflux.ops import Routing
 from auraflux.weights.experts.load_layer import load_experts
 from auraflux.weights.fields import LAYER_INTERVAL, LAYERS, MOST_LAYERS, WIDTH, WIDTH_OR_NONE
 from auraflux.weights.formats.untrusted import FLAG, list_of
 from auraflux.weights.loader import Weights
 
+MELLUM_ROPE = {llama.SLIDING: RopeSettings(), llama.FULL: RopeSettings(rope_theta=500000.0)}
 # Mixtral's names of an expert's projections
 PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
@@ -42,7 +44,16 @@ class Config(llama.Config):
         shared = keys.get("shared_expert_intermediate_size", WIDTH_OR_NONE, 0) or None
         mixture = MixtureConfig(count, inner, routing, shared if keys.kind == "qwen2_moe" else None)
         home = "block_sparse_moe" if mixtral else "mlp"
+        if keys.kind == "mellum":
+            return cls(**vars(plain) | _mellum(keys, plain.head_width), mixture=mixture, home=home)
         return cls(**vars(plain), mixture=mixture, sparse=sparse_layers(keys), home=home)
+
+
+def _mellum(keys: Keys, width: int) -> dict[str, Any]:
+    """Return the windows, rotations and experts of the layers, each by its kind."""
+    listed = keys.layer_types("dense", "sparse", key="mlp_layer_types") if "mlp_layer_types" in keys else None
+    sparse = frozenset(index for index in range(keys.layers) if listed is None or listed[index] == "sparse")
+    return {**llama.by_kind(keys, width, MELLUM_ROPE), "sparse": sparse}
 
 
 def sparse_layers(keys: Keys) -> frozenset[int]:
@@ -82,7 +93,9 @@ class Model(llama.Model):
 
 def rename(name: str) -> str | None:
     ours = text_name(name)
-    if ours is None or ".block_sparse_moe." not in ours:
+    if ours is None or ours.startswith("mtp."):
+        return None
+    if ".block_sparse_moe." not in ours:
         return ours
     return re.sub(r"\.experts\.(\d+)\.(w[123])\.", lambda match: f".experts.{match[1]}.{PARTS[match[2]]}.", ours)
 

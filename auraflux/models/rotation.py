@@ -1,6 +1,6 @@
 """RoPE as configs describe it: under `rope_parameters`, or under `rope_theta` and `rope_scaling` in older configs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,6 +65,11 @@ class Rotation:
             frequencies = self.by_context(context).to(self.frequencies.device)
             self.known[context] = Rotation(frequencies, self.mscale, self.interleaved)
         return self.known[context]
+
+
+def no_rotation(width: int) -> Rotation:
+    """Return the rotation by no angle, for heads without RoPE."""
+    return Rotation(torch.zeros(width // 2))
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,17 @@ def _read(keys: Keys, found: Fields) -> RopeSettings:
         short_factor=found.get("short_factor", FACTORS, None),
         long_factor=found.get("long_factor", FACTORS, None),
     )
+
+
+def rotations(keys: Keys, width: int, usual: Mapping[str, RopeSettings]) -> dict[str, Rotation]:
+    """Return the rotation of each kind of layer, of a share of a head's channels; `usual` has what a config may leave out."""
+    made = {}
+    for kind, default in usual.items():
+        settings = rope_settings(keys, kind) if "rope_parameters" in keys else default
+        found, known = settings.partial_rotary_factor, default.partial_rotary_factor
+        share = (1.0 if known is None else known) if found is None else found
+        made[kind] = rotation(keys, int(width * share), settings, by_context=True)
+    return made
 
 
 def rotated_share(keys: Keys, settings: RopeSettings) -> float | None:

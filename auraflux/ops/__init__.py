@@ -3,6 +3,7 @@
 from auraflux.ops._dispatch import Declined, Op, all_ops, exact, invariant, use_backend
 from auraflux.ops.activation.reference import (
     clamped_swiglu,
+    gate_heads,
     geglu,
     limited_swiglu,
     relu_square,
@@ -164,6 +165,7 @@ __all__ = [
     "expert_parts",
     "far_conv",
     "fetch_experts",
+    "gate_heads",
     "gate_streams",
     "gate_up_swiglu",
     "gate_values",

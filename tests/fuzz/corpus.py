@@ -26,6 +26,7 @@ from auraflux.weights.formats.stored import Checkpoint, Stored
 from auraflux.weights.loader import Weights
 from tests.engine.tiny import WIDTHS, tiny
 from tests.models import (
+    test_afmoe,
     test_deepseek_v3,
     test_deepseek_v4,
     test_deepseek_v32,
@@ -35,6 +36,7 @@ from tests.models import (
     test_glm4_moe,
     test_gpt_oss,
     test_kimi_linear,
+    test_laguna,
     test_llama,
     test_nemotron_h,
     test_qwen3_5_moe,
@@ -88,6 +90,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "solar_open": test_glm4_moe.solar,
     "dots1": test_glm4_moe.dots,
     "hy_v3": test_glm4_moe.hunyuan,
+    "exaone_moe": test_glm4_moe.exaone,
+    "mellum": test_qwen3_moe.mellum,
+    "afmoe": test_afmoe.afmoe,
+    "muse_glimmer_text": test_afmoe.muse,
+    "laguna": test_laguna.laguna,
     "ernie4_5_moe": test_ernie4_5_moe.ernie,
     "gpt_oss": test_gpt_oss.gpt_oss,
     "gemma3_text": test_gemma3_text.gemma,

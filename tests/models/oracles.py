@@ -98,8 +98,8 @@ def check_family(model: Any, folder: Path) -> None:
     ids = tokens(model)
     expected, mine = transformers_logits(model, ids), loaded(folder)
     for chunk in (512, 37):
-        assert error(logits(mine, ids, chunk=chunk), expected) < 2e-4
-    assert error(chunked_logits(mine, ids), expected) < 2e-4
+        assert error(logits(mine, ids, chunk=chunk), expected) < 1e-5
+    assert error(chunked_logits(mine, ids), expected) < 1e-5
     quantized_kv = logits(mine, ids, kv="k8v8")
     assert error(quantized_kv, expected) < 0.02
     assert agreement(quantized_kv, expected) >= 0.99

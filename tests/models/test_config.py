@@ -69,6 +69,21 @@ MORE |= {
         "rope_parameters": {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_type": "linear", "factor": 8.0}},
     },
 }
+MIXED = {
+    **PLAIN,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+BY_KIND = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}
+MORE |= {
+    "afmoe": {**MIXED, "model_type": "afmoe"},
+    "exaone": {**MIXED, "model_type": "exaone_moe"},
+    "laguna": {**MIXED, "model_type": "laguna", "rope_parameters": BY_KIND, "mlp_layer_types": ["dense", "sparse"]},
+    "mellum": {**MIXED, "model_type": "mellum", "rope_parameters": BY_KIND, "mlp_layer_types": ["dense", "sparse"]},
+    "muse-glimmer": {**PLAIN, "model_type": "muse_glimmer_text", "layer_rope_theta": [1e4, 0]},
+}
 CONFIGS = {name: shape_of(name, 4) for name in shape_names()} | MORE
 
 

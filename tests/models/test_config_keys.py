@@ -38,6 +38,8 @@ OTHERWISE: dict[str, set[str]] = {
     "nemotron_h": {"time_step_min"},
     # sums are float32 here
     "hy_v3": {"enable_moe_fp32_combine"},
+    # with layer_types in the file, and where it is a pattern of letters
+    "exaone_moe": {"sliding_window_pattern"},
     # the rows of its tables are read from their tensors
     "qwen4_exp_text": {"make_ngram_vocab_size_divisible_by"},
 }

@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 from transformers import (
     Dots1Config,
     Dots1ForCausalLM,
+    ExaoneMoeConfig,
+    ExaoneMoeForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     HYV3Config,
@@ -69,6 +71,19 @@ def hunyuan(**changes: Any) -> HYV3ForCausalLM:
     return sharpen_routers(HYV3ForCausalLM(HYV3Config(**{**SHARED, **sizes, **changes})))
 
 
+def exaone(**changes: Any) -> ExaoneMoeForCausalLM:
+    torch.manual_seed(0)
+    sizes = {
+        "intermediate_size": 200,
+        "moe_intermediate_size": 60,
+        "num_experts": 7,
+        "sliding_window": 40,
+        "num_hidden_layers": 5,
+    }
+    made = ExaoneMoeForCausalLM(ExaoneMoeConfig(**{**SHARED, **sizes, "sliding_window": 40, "eos_token_id": 1, **changes}))
+    return sharpen_routers(made)
+
+
 DOTS_WINDOWS = {"sliding_window": 40, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
 VARIANTS = {
     "glm": glm,
@@ -84,6 +99,10 @@ VARIANTS = {
     "dots-windows": lambda: dots(n_group=3, topk_group=2, num_key_value_heads=1, routed_scaling_factor=2.5, **DOTS_WINDOWS),
     "hunyuan": hunyuan,
     "hunyuan-odd": lambda: hunyuan(mlp_layer_types=["sparse", "dense", "sparse"], head_dim=18, router_scaling_factor=1.3),
+    "exaone": exaone,
+    "exaone-odd": lambda: exaone(head_dim=18, num_shared_experts=2, first_k_dense_replace=2, num_key_value_heads=1),
+    "exaone-listed": lambda: exaone(layer_types=["full_attention", *["sliding_attention"] * 4], n_group=1, sliding_window=7),
+    "exaone-full": lambda: exaone(layer_types=["full_attention"] * 5, norm_topk_prob=False),
     "minimax-odd-heads": lambda: minimax(num_attention_heads=3, num_key_value_heads=1, head_dim=48, num_experts_per_tok=9),
 }
 

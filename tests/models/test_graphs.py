@@ -12,6 +12,7 @@ from auraflux.models import family
 from auraflux.weights.formats.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights
 from tests.models.oracles import prefill, save, tokens
+from tests.models.test_afmoe import afmoe, muse
 from tests.models.test_deepseek_v3 import deepseek, mistral4
 from tests.models.test_deepseek_v32 import deepseek as deepseek_v32
 from tests.models.test_deepseek_v32 import glm_shared
@@ -20,6 +21,7 @@ from tests.models.test_gemma4_text import mixture, small_gemma4
 from tests.models.test_glm4_moe import glm, minimax
 from tests.models.test_gpt_oss import gpt_oss
 from tests.models.test_kimi_linear import kimi_linear
+from tests.models.test_laguna import laguna
 from tests.models.test_llama import llama, qwen2
 from tests.models.test_nemotron_h import nemotron_h
 from tests.models.test_qwen3_5_moe import qwen3_5_moe
@@ -29,12 +31,13 @@ from tests.models.test_qwen4_exp import qwen4
 MODELS = {"llama": llama, "qwen2": qwen2, "qwen3_moe": qwen3_moe, "qwen3_5_moe": qwen3_5_moe, "gpt_oss": gpt_oss}
 MODELS |= {"deepseek_v3": deepseek, "gemma3": gemma}
 NEWER = {"glm4_moe": glm, "minimax_m2": minimax, "mistral4": mistral4, "gemma4": small_gemma4, "gemma4_moe": mixture}
+NEWER |= {"afmoe": afmoe, "laguna": laguna}
 NEWER |= {"kimi_linear": kimi_linear, "nemotron_h": nemotron_h}
 MODELS |= NEWER
 # on a GPU some of their ops fall back to the reference, so steps are not captured
 UNCAPTURED = {"deepseek_v32": deepseek_v32, "glm_moe_dsa": glm_shared}
-# rows are read from disk during a step
-WITHOUT_GRAPHS = {"qwen4_exp": qwen4}
+# rows are read from disk during a step; torch caps logits
+WITHOUT_GRAPHS = {"qwen4_exp": qwen4, "muse_glimmer": muse}
 ALL = MODELS | UNCAPTURED | WITHOUT_GRAPHS
 # KV cache settings in the quick tests
 QUICK = {"llama": ("none", "k8v4"), "qwen2": ("k8v4",), "qwen3_moe": ("none",), "qwen3_5_moe": ("k8v4",), "gpt_oss": ("k8v4",)}

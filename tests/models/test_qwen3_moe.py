@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    MellumConfig,
+    MellumForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -76,6 +78,18 @@ def mixtral() -> Any:
     return scale_embeddings(MixtralForCausalLM(MixtralConfig(**sizes, **experts, sliding_window=40)))
 
 
+def mellum(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    return scale_embeddings(MellumForCausalLM(MellumConfig(**{**SMALL, "layer_types": kinds, "sliding_window": 21, **changes})))
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 64}
+MELLUM = {
+    "mellum": mellum,
+    "mellum-yarn": lambda: mellum(rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_theta": 1e3}}),
+    "mellum-dense": lambda: mellum(mlp_layer_types=["dense", "sparse", "dense"], head_dim=18, num_key_value_heads=1),
+}
 RELATIVES = {"qwen2_moe": qwen2_moe, "olmoe": olmoe, "mixtral": mixtral}
 WINDOW = {"use_sliding_window": True, "sliding_window": 21}
 LISTED = {**WINDOW, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
@@ -106,6 +120,12 @@ def test_logits_match_transformers(variant: str, tmp_path: Path):
 @pytest.mark.parametrize("name", RELATIVES)
 def test_logits_of_related_models_match_transformers(name: str, tmp_path: Path):
     model = RELATIVES[name]()
+    check_family(model, save(model, tmp_path))
+
+
+@pytest.mark.parametrize("name", MELLUM)
+def test_logits_of_mellum_match_transformers(name: str, tmp_path: Path):
+    model = MELLUM[name]()
     check_family(model, save(model, tmp_path))
 
 

@@ -24,7 +24,7 @@ ROWS = {
     **dict.fromkeys(("add_norm_linears", "add_norm_scores", "add_norm_gate_up"), ("x", "delta")),
     **dict.fromkeys(("swiglu", "geglu", "clamped_swiglu", "limited_swiglu"), ("gate", "up")),
     **dict.fromkeys(("rotate", "encode", "rms_norm", "layer_norm", "split_q_gate", "relu_square"), ("x",)),
-    "sigmoid_gate": ("x", "gate"),
+    **dict.fromkeys(("sigmoid_gate", "gate_heads"), ("x", "gate")),
     "embed": ("ids",),
     "add_lora": ("y", "x", "slots"),
     "decode": ("codes", "norms"),

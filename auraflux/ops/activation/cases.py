@@ -5,6 +5,7 @@ import torch
 from auraflux.ops._cases import Args, Case
 from auraflux.ops.activation.reference import (
     clamped_swiglu,
+    gate_heads,
     geglu,
     limited_swiglu,
     relu_square,
@@ -38,6 +39,11 @@ def heads(tokens: int, heads: int, width: int, dtype: torch.dtype = torch.float3
     return {"x": torch.randn(tokens, heads * 2 * width).to(dtype), "heads": heads}
 
 
+def gated(tokens: int, heads: int, width: int, soft: bool, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Args:
+    x, gate = torch.randn(tokens, heads, width).to(dtype), (torch.randn(tokens, heads) * scale).to(dtype)
+    return {"x": x, "gate": gate, "soft": soft}
+
+
 CASES = [
     Case(swiglu, "one-token", lambda: gate_up(1, 6144), bench=True),
     Case(swiglu, "many-tokens", lambda: gate_up(256, 2048), bench=True),
@@ -68,6 +74,11 @@ CASES = [
     Case(sigmoid_gate, "odd-width", lambda: pair("x", "gate", 3, 333, scale=30.0)),
     Case(sigmoid_gate, "bf16", lambda: pair("x", "gate", 3, 100, dtype=BF16), tol=4e-3),
     Case(sigmoid_gate, "apart", lambda: {"x": torch.randn(3, 5, 33), "gate": torch.randn(3, 5, 2, 33)[:, :, 1]}),
+    Case(gate_heads, "one-token", lambda: gated(1, 64, 128, soft=True), bench=True),
+    Case(gate_heads, "many-tokens", lambda: gated(63, 16, 128, soft=False)),
+    Case(gate_heads, "odd-width", lambda: gated(3, 5, 33, soft=True, scale=30.0)),
+    Case(gate_heads, "channels", lambda: gated(3, 333, 1, soft=True)),
+    Case(gate_heads, "bf16", lambda: gated(3, 5, 33, soft=False, dtype=BF16), tol=4e-3),
     Case(split_q_gate, "one-token", lambda: heads(1, 16, 256), bench=True),
     Case(split_q_gate, "many-tokens", lambda: heads(100, 16, 128), bench=True),
     Case(split_q_gate, "odd-width", lambda: heads(7, 3, 63)),

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, jit, like, octets, real, share, threads
-from auraflux.ops.simd.math import sigmoid, silu
+from auraflux.ops.simd.math import sigmoid, silu, softplus
 
 PARALLEL_FROM = 1 << 13  # elements that need an exponential; below this, waking the threads costs more than the work
 PARALLEL_COPY_FROM = 1 << 20  # bytes
@@ -119,6 +119,26 @@ def _sigmoid_gate(args, job, jobs):
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     return _elementwise(_sigmoid_gate, x, gate.contiguous())
+
+
+@Kernel
+def _gate_heads(args, job, jobs):
+    x_at, gate_at, out_at, heads, width, soft = arguments(args, 6)
+    gate = floats(gate_at, heads)
+    for head in share(heads, job, jobs):
+        factor = softplus(gate[head]) if soft else sigmoid(gate[head])
+        x, out = floats(x_at + 4 * head * width, width), floats(out_at + 4 * head * width, width)
+        for i in range(width):
+            out[i] = x[i] * factor
+
+
+def gate_heads(x: Tensor, gate: Tensor, soft: bool = False) -> Tensor:
+    wide, second = as_float(x), as_float(gate)
+    out = torch.empty_like(wide)
+    jobs = threads() if wide.numel() >= PARALLEL_FROM else 1
+    heads, width = gate.numel(), x.shape[2]
+    _gate_heads(jobs, wide.data_ptr(), second.data_ptr(), out.data_ptr(), heads, width, int(soft))
+    return like(out, x)
 
 
 @jit

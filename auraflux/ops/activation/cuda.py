@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.gpu.blocks.elementwise import gelu, sigmoid, silu
+from auraflux.ops.gpu.blocks.elementwise import gelu, sigmoid, silu, softplus
 from auraflux.ops.gpu.device import ready
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv
@@ -81,6 +81,24 @@ def relu_square(x: Tensor) -> Tensor:
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     return _run("sigmoid", x, gate)
+
+
+@triton.jit
+def _heads(x, gate, out, n, width, SOFT: tl.constexpr, BLOCK: tl.constexpr):
+    """Multiply rows of `width` elements by the sigmoid or softplus of one gate each."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < n
+    factor = tl.load(gate + at // width, mask=there, other=0.0).to(tl.float32)
+    factor = softplus(factor) if SOFT else sigmoid(factor)
+    tl.store(out + at, tl.load(x + at, mask=there, other=0.0).to(tl.float32) * factor, mask=there)
+
+
+def gate_heads(x: Tensor, gate: Tensor, soft: bool = False) -> Tensor:
+    ready(x)
+    out, n = torch.empty_like(x), x.numel()
+    if n:
+        launch(_heads, (cdiv(n, BLOCK),))(x, gate, out, n, x.shape[2], soft, BLOCK)
+    return out
 
 
 def split_q_gate(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, silu, softplus
 
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_floating, check_heads, check_shape, op
@@ -100,6 +100,26 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     returns [...]  in x's dtype
     """
     return (x.float() * torch.sigmoid(gate.float())).to(x.dtype)
+
+
+def _check_gate_heads(x: Tensor, gate: Tensor, soft: bool = False) -> None:
+    check_dense(x=x, gate=gate)
+    check_floating(x=x, gate=gate)
+    check_shape("x", x, None, None, None)
+    check_shape("gate", gate, *x.shape[:2])
+
+
+@op(check=_check_gate_heads)
+def gate_heads(x: Tensor, gate: Tensor, soft: bool = False) -> Tensor:
+    """Multiply each head of `x` by the sigmoid of its gate, or by the softplus.
+
+    x       [T, H, D]
+    gate    [T, H]
+    soft    by log(1 + exp(gate)) instead of sigmoid(gate)
+    returns [T, H, D]  in x's dtype
+    """
+    wide = gate.float()
+    return (x.float() * (softplus(wide) if soft else torch.sigmoid(wide))[..., None]).to(x.dtype)
 
 
 def _check_split_q_gate(x: Tensor, heads: int) -> None:

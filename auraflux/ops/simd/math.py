@@ -6,7 +6,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from auraflux.ops.simd.jit import strict
+from auraflux.ops.simd.jit import jit, strict
 
 
 @intrinsic
@@ -42,7 +42,7 @@ def rint(typingctx, x):
 
 LOG2E, LN2_HIGH, LN2_LOW = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
 TOP, BOTTOM = np.float32(88.37626), np.float32(-87.33654)
-ONE = np.float32(1)
+ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
 P0, P1, P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
 P3, P4, P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 
@@ -70,3 +70,18 @@ def sigmoid(x):
 @strict
 def silu(x):
     return x / (ONE + exp(-x))
+
+
+@jit
+def softplus(x):
+    """Return log(1 + e**x) = max(x, 0) + log(1 + u), u = e**-|x| in (0, 1], with log(1 + u) = 2 artanh(u / (2 + u))."""
+    u = exp(-abs(x))
+    s = u / (TWO + u)
+    w = s * s
+    series = w * np.float32(1 / 15) + np.float32(1 / 13)
+    series = series * w + np.float32(1 / 11)
+    series = series * w + np.float32(1 / 9)
+    series = series * w + np.float32(1 / 7)
+    series = series * w + np.float32(1 / 5)
+    series = series * w + np.float32(1 / 3)
+    return max(x, ZERO) + TWO * (s + s * w * series)

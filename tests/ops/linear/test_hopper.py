@@ -13,7 +13,7 @@ from auraflux.quant import quantize
 pytest.importorskip("triton")
 from auraflux.ops.gpu.blocks.codes import Codes
 from auraflux.ops.linear.cuda.gemm.bits_skinny import matmul_codes
-from auraflux.ops.linear.cuda.gemm.int4_tiles import TOKENS, matmul_tiles
+from auraflux.ops.linear.cuda.gemm.int4_tiles import TOKENS, Inputs, matmul_tiles
 from auraflux.ops.linear.cuda.gemm.int4_tiles import multiply as multiply_tiles
 from auraflux.ops.linear.cuda.matvec.bits import matvec_codes
 from auraflux.ops.linear.cuda.matvec.int8 import matvec_bytes
@@ -148,10 +148,10 @@ def test_many_tokens(wide: int, tokens: int, rows: int, width: int, stages: int)
     torch.manual_seed(0)
     weight, x, bias, device = weight_of(rows, width, 4, 64), torch.randn(tokens, width).bfloat16(), torch.randn(rows), Device()
     scales, biases = (part.view(torch.int32) for part in (weight.scales, weight.biases))
-    codes = Codes(*(device.put(part) for part in (weight.packed.view(torch.int8), scales, biases)))
+    sums = x.float().unflatten(1, (-1, 64)).sum(-1).T.contiguous()
+    inputs = Inputs(*(device.put(part) for part in (x, sums, weight.packed.view(torch.int8), scales, biases)))
     out = device.put(nothing(tokens, rows))
-    sums = device.put(x.float().unflatten(1, (-1, 64)).sum(-1).T.contiguous())
-    args = device.put(x), sums, codes, device.put(bias), out, None, tokens, rows, width, wide, wide // 4, stages
+    args = inputs, device.put(bias), out, None, tokens, rows, width, wide, wide // 4, stages
     for program in range(-(-rows // 128)):
         for tile in range(-(-tokens // wide)):
             Machine(device, wide // 4, program, tile, 0).program(matmul_tiles)(*args)

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from auraflux.ops.delta.cpu.channels import channel_delta, channel_gates
 from auraflux.ops.delta.cpu.selective import scan_gates, selective_scan
-from auraflux.ops.delta.cpu.softplus import softplus
 from auraflux.ops.delta.cpu.strips import LANES, STRIP, overlap, step_column, step_strip, step_vector
 from auraflux.ops.delta.reference import LAYER_STEPS, layer_step_by
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, jit, like, share, threads, workspace
-from auraflux.ops.simd.math import exp, sigmoid, silu
+from auraflux.ops.simd.math import exp, sigmoid, silu, softplus
 
 __all__ = [
     "channel_delta",

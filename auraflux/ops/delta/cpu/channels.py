@@ -4,9 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.ops.delta.cpu.softplus import softplus
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, jit, like, share, threads, workspace
-from auraflux.ops.simd.math import exp, sigmoid
+from auraflux.ops.simd.math import exp, sigmoid, softplus
 
 # below these, waking the threads costs more than the work
 STATE_PARALLEL_FROM = 1 << 16  # elements of state, times tokens

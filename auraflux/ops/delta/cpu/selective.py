@@ -5,11 +5,10 @@ import torch
 from numba.core import cgutils
 from torch import Tensor
 
-from auraflux.ops.delta.cpu.softplus import softplus
 from auraflux.ops.delta.cpu.strips import LANES, STRIP, STRIP_VECTORS
 from auraflux.ops.delta.reference_scan import groups_of
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, jit, like, share, threads
-from auraflux.ops.simd.math import exp
+from auraflux.ops.simd.math import exp, softplus
 from auraflux.ops.simd.vectors import F32, at, fma, kernel, load, splat, spread, store, variable, vector
 
 # below these, waking the threads costs more than the work

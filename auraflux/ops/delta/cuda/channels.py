@@ -4,9 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.delta.cuda.gates import softplus
 from auraflux.ops.delta.cuda.state_tiles import COLUMNS, state_tile
-from auraflux.ops.gpu.blocks.elementwise import sigmoid
+from auraflux.ops.gpu.blocks.elementwise import sigmoid, softplus
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv, power_of_two
 

@@ -4,18 +4,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.gpu.blocks.elementwise import sigmoid
+from auraflux.ops.gpu.blocks.elementwise import sigmoid, softplus
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv
-
-
-@triton.jit
-def softplus(x):
-    """Return log(1 + exp(x)) in float32."""
-    # dividing by the rounded (1 + e) - 1 preserves the digits of a small e
-    e = tl.exp(-tl.abs(x))
-    sum = 1.0 + e
-    return tl.maximum(x, 0.0) + tl.where(sum == 1.0, e, tl.log(sum) * (e / tl.where(sum == 1.0, 1.0, sum - 1.0)))
 
 
 @triton.jit

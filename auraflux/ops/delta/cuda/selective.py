@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.delta.cuda.gates import softplus
 from auraflux.ops.delta.cuda.state_tiles import COLUMNS, StateTile, state_tile
 from auraflux.ops.delta.reference_scan import groups_of
+from auraflux.ops.gpu.blocks.elementwise import softplus
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv
 

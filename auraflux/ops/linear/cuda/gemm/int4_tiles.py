@@ -14,7 +14,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.gpu.blocks.codes import Codes
 from auraflux.ops.gpu.blocks.dependent_launch import gdc_wait
 from auraflux.ops.gpu.device import multiprocessors, shared_nbytes
 from auraflux.ops.gpu.launch import launch
@@ -40,6 +39,16 @@ SUM_BLOCK = 1024  # elements that a program of `add_in_order` adds
 SUM_TOKENS = 32  # of a program that sums x
 
 
+class Inputs(NamedTuple):
+    """Inputs of the kernel: x, its sums over groups, float32 [K / 64, M], codes in bytes, scales and biases in pairs."""
+
+    x: Tensor
+    sums: Tensor
+    packed: Tensor
+    scales: Tensor
+    biases: Tensor
+
+
 @gluon.constexpr_function
 def stage_nbytes(tokens):
     """Return the bytes of a stage: codes, scales, biases, x, and sums of x."""
@@ -57,28 +66,26 @@ def sum_groups(x, sums, M, K, BLOCK: tl.constexpr):
 
 
 @gluon.jit
-def _request(
-    slot, tid, source, x, sums, stage, end, row0, token0, N, M, K: gl.constexpr, T: gl.constexpr, THREADS: gl.constexpr
-):
+def _request(slot, tid, inputs, stage, end, row0, token0, N, M, K: gl.constexpr, T: gl.constexpr, THREADS: gl.constexpr):
     """Request a stage before `end`. Chunks of 16 bytes are swizzled by row, or by token, against shared-memory conflicts."""
     rows, tokens = gl.where(stage < end, N - row0, 0), gl.where(stage < end, M - token0, 0)
     for n in gl.static_range(ROWS * 4 // THREADS):
         row, chunk = tid // 4 + n * (THREADS // 4), tid % 4
         at = (row0 + row) * (K // 2) + stage * 64 + chunk * 16
-        copy(COPY16, slot + row * 64 + (chunk ^ (tid // 8 % 2 * 2)) * 16, source.packed + at, row < rows)
+        copy(COPY16, slot + row * 64 + (chunk ^ (tid // 8 % 2 * 2)) * 16, inputs.packed + at, row < rows)
     row, there = tid % ROWS, tid % ROWS < rows
     line = (row0 + row) * (K // 128) + stage
-    copy(COPY4, slot + (CODES + row * 4), source.scales + line, there & (tid < ROWS))
-    copy(COPY4, slot + (CODES + LINES + row * 4), source.biases + line, there & (tid >= ROWS) & (tid < 2 * ROWS))
+    copy(COPY4, slot + (CODES + row * 4), inputs.scales + line, there & (tid < ROWS))
+    copy(COPY4, slot + (CODES + LINES + row * 4), inputs.biases + line, there & (tid >= ROWS) & (tid < 2 * ROWS))
     token, group = tid % T, tid // T % 2
     there = (tid < 2 * T) & (token < tokens)
     to = slot + (CODES + 2 * LINES + T * 256) + tid % (2 * T) * 4
-    copy(COPY4, to, sums + (stage * 2 + group) * M + token0 + token, there)
+    copy(COPY4, to, inputs.sums + (stage * 2 + group) * M + token0 + token, there)
     for n in gl.static_range(T * 16 // THREADS):
         token, chunk = tid // 16 + n * (THREADS // 16), tid % 16
         at = (token0 + token) * K + stage * INPUTS + chunk * 8
         to = slot + (CODES + 2 * LINES) + token * 256 + (chunk ^ (tid // 16 % 8)) * 16
-        copy(COPY16, to, x + at, token < tokens)
+        copy(COPY16, to, inputs.x + at, token < tokens)
 
 
 @gluon.jit
@@ -115,12 +122,10 @@ def _add_group(acc, slot, row, tile0, group, lane, T: gl.constexpr):
 
 
 @gluon.jit
-def matmul_tiles(x, sums, source, bias, y, part, M, N, K: gl.constexpr, T: gl.constexpr, W: gl.constexpr, D: gl.constexpr):
+def matmul_tiles(inputs, bias, y, part, M, N, K: gl.constexpr, T: gl.constexpr, W: gl.constexpr, D: gl.constexpr):
     """Multiply T tokens by ROWS rows; grid (tiles of rows, tiles of tokens, shares of K). Half of the warps take a group each.
 
-    sums    of x over groups, float32 [K / 64, M]
-    source  codes in bytes; scales and biases in pairs
-    part    float32 [shares, M, N] for sums of a share of K; None where there is one share
+    part  float32 [shares, M, N] for sums of a share of K; None where there is one share
     """
     STAGES: gl.constexpr = K // INPUTS
     SLOT: gl.constexpr = stage_nbytes(T)
@@ -132,7 +137,7 @@ def matmul_tiles(x, sums, source, bias, y, part, M, N, K: gl.constexpr, T: gl.co
     memory, base = shared(D * SLOT, tid)
     run(WAIT_AND_LAUNCH, lane)
     for d in gl.static_range(D - 1):
-        _request(base + d * SLOT, tid, source, x, sums, begin + d, end, row0, token0, N, M, K, T, 32 * W)
+        _request(base + d * SLOT, tid, inputs, begin + d, end, row0, token0, N, M, K, T, 32 * W)
         run(COMMIT, lane)
     acc = ((tid * 0).to(gl.float32),) * (2 * HALF)
     row, tile0 = warp % 4 * 32, warp // 4 * TILES
@@ -142,7 +147,7 @@ def matmul_tiles(x, sums, source, bias, y, part, M, N, K: gl.constexpr, T: gl.co
         gl.thread_barrier()
         # the slot of the previous stage
         free = gl.where(slot == base, base + (D - 1) * SLOT, slot - SLOT)
-        _request(free, tid, source, x, sums, next_stage, end, row0, token0, N, M, K, T, 32 * W)
+        _request(free, tid, inputs, next_stage, end, row0, token0, N, M, K, T, 32 * W)
         run(COMMIT, lane)
         acc = _add_group(acc, slot, row, tile0, group, lane, T)
         slot = gl.where(slot == base + (D - 1) * SLOT, base, slot + SLOT)
@@ -184,7 +189,8 @@ class Plan(NamedTuple):
 def plan_for(tokens: int, weight: QTensor, device: torch.device) -> Plan | None:
     """Plan a launch; None where the shape is not supported or shared memory is too small."""
     rows, width = weight.shape
-    if rows % 8 or width % INPUTS.value:
+    # offsets have 32 bits
+    if rows % 8 or width % INPUTS.value or rows * width >= 1 << 32:
         return None
     wide = next((each for each in TOKENS if tokens <= each), TOKENS[-1])
     stages = min(MOST_STAGES, (shared_nbytes(device) - 2048) // stage_nbytes.fn(wide))
@@ -202,13 +208,13 @@ def multiply(x: Tensor, weight: QTensor, bias: Tensor | None, out: Tensor) -> No
     plan = plan_for(tokens, weight, x.device)
     assert plan is not None
     assert weight.biases is not None
-    source = Codes(weight.packed.view(torch.int8), weight.scales.view(torch.int32), weight.biases.view(torch.int32))
     part = torch.empty(plan.shares, tokens, rows, device=x.device) if plan.shares > 1 else None
     sums = torch.empty(width // 64, tokens, device=x.device)
+    codes = weight.packed.view(torch.int8), weight.scales.view(torch.int32), weight.biases.view(torch.int32)
     launch(sum_groups, (cdiv(tokens, SUM_TOKENS), width // 64))(x, sums, tokens, width, SUM_TOKENS, launch_pdl=True)
     grid = cdiv(rows, ROWS.value), cdiv(tokens, plan.tokens), plan.shares
     sizes = tokens, rows, width, plan.tokens, plan.warps, plan.stages
-    launch(matmul_tiles, grid)(x, sums, source, bias, out, part, *sizes, num_warps=plan.warps, launch_pdl=True)
+    launch(matmul_tiles, grid)(Inputs(x, sums, *codes), bias, out, part, *sizes, num_warps=plan.warps, launch_pdl=True)
     if part is not None:
         count = tokens * rows
         launch(add_in_order, (cdiv(count, SUM_BLOCK),))(part, bias, out, rows, count, plan.shares, SUM_BLOCK)
