@@ -69,6 +69,7 @@ def load(
     prefix_disk: str | int | None = None,
     prefix_folder: str | Path | None = None,
     adapters: Mapping[str, str | Path] | None = None,
+    mmproj: str | Path | None = None,
     speculate: str | Path | None = None,
     sampling: Mapping[str, Any] | None = None,
     parallel: str | Parallel | None = None,
@@ -101,6 +102,7 @@ def load(
     prefix_disk    disk space for prefix cache entries that memory has no room for, such as "20GB", below `prefix_folder`; by
                    default none
     adapters       folders of LoRA adapters (PEFT) by the names that requests give, see docs/adapters.md
+    mmproj         file with the vision tower of a GGUF model; by default one beside the model, see docs/images.md
     speculate      speculative decoding: "ngram" drafts from the sequence so far, "mtp" with the model's MTP head, or a smaller
                    model with the same vocabulary drafts; the output does not change, see docs/speculation.md
     sampling       sampling settings of requests that leave them out, such as {"temperature": 0}; by default those that
@@ -130,6 +132,7 @@ def load(
             gpu_memory=gpu_memory,
             calibrate=calibrate,
             adapters=adapters or {},
+            mmproj=mmproj,
             speculate=speculate,
             sampling=sampling or {},
             parallel=parallel,

@@ -43,6 +43,7 @@ class LoadOptions:
     gpu_memory     GPU memory for everything, such as "8GB"; None for what is free
     calibrate      key calibration: "auto", "off" or a file
     adapters       folders of LoRA adapters by name
+    mmproj         vision tower of a GGUF model; None for one beside it
     speculate      draft tokens: "ngram", "mtp" or a draft model
     sampling       default sampling settings, over those that the model recommends
     parallel       "pipeline=2", or `Parallel`
@@ -67,6 +68,7 @@ class LoadOptions:
     gpu_memory: str | int | None = None
     calibrate: str | Path = CALIBRATE
     adapters: Mapping[str, str | Path] = field(default_factory=dict)
+    mmproj: str | Path | None = None
     speculate: str | Path | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     parallel: str | Parallel | None = None
@@ -124,6 +126,7 @@ class LoadOptions:
             expert_memory=None,
             gpu_memory=None,
             adapters={},
+            mmproj=None,
             speculate=None,
             parallel=None,
         )

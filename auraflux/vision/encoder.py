@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from auraflux.vision.span import PreparedImage
-from auraflux.vision.tower import Tower
+from auraflux.vision.towers.layers import Tower
 
 CACHE_NBYTES = 256 << 20  # of embeddings
 

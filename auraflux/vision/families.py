@@ -2,22 +2,25 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from auraflux.errors import FormatError
+from auraflux.errors import FormatError, SettingsError
 from auraflux.models.config import Keys
-from auraflux.vision import gemma3, gemma4, pixtral, qwen
 from auraflux.vision.encoder import ImageEncoder
+from auraflux.vision.mmproj import MMProjFile
 from auraflux.vision.processor import ImageProcessor
 from auraflux.vision.prompt_images import BothWays, PromptImages
 from auraflux.vision.settings import ImageSettings
 from auraflux.vision.span import ImageSpan
-from auraflux.vision.tower import Loader
+from auraflux.vision.towers import gemma3, gemma4, pixtral, qwen
+from auraflux.vision.towers.layers import Loader
 from auraflux.weights.fields import Fields
+from auraflux.weights.formats.model_files import check_gguf, find_projectors
 from auraflux.weights.formats.stored import Checkpoint
 from auraflux.weights.formats.untrusted import OBJECT
 from auraflux.weights.loader import Weights
@@ -57,8 +60,11 @@ class NoVision:
 
 
 def takes_images(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint has a tower that is supported."""
-    return _family(checkpoint) is not None
+    """Return whether a checkpoint, or an mmproj file beside it, has a tower that is supported."""
+    if checkpoint.form != "gguf":
+        return _family(checkpoint) is not None
+    # tokens, which loading needs, are not looked up
+    return isinstance(_projector(checkpoint, None, lambda name: 0), MMProjFile)
 
 
 def open_vision(
@@ -68,31 +74,71 @@ def open_vision(
     dtype: torch.dtype,
     token_id: Callable[[str], int | None] = lambda name: None,
     chunk: int | None = None,
+    projector: Path | None = None,
 ) -> Vision | NoVision:
     """Load a checkpoint's tower; a tower that is not supported does not keep its model from running without images.
 
-    config    of the language model
-    token_id  returns the id of a token as spelled in the vocabulary
-    chunk     tokens of a prefill chunk; None for any number
+    config     of the language model
+    token_id   returns the id of a token as spelled in the vocabulary
+    chunk      tokens of a prefill chunk; None for any number
+    projector  mmproj file of a GGUF model, which must fit; None for one beside the model
     """
-    if (family := _family(checkpoint)) is None:
+    source: Checkpoint | NoVision
+    if checkpoint.form == "gguf":
+        source = _projector(checkpoint, projector, token_id)
+    elif projector is not None:
+        raise SettingsError(f"{checkpoint.path} has its own tower, if it has one: an mmproj file belongs to a GGUF model.")
+    else:
+        source = checkpoint
+    if isinstance(source, NoVision):
+        return source
+    if (family := _family(source)) is None:
         return NoVision("it has no vision tower that is supported")
-    keys = Keys(checkpoint.config)
-    vision = keys.section("vision_config")
     try:
-        processor = family.processor(keys, vision, ImageSettings.read(checkpoint.path), token_id)
-        sizes = family.TowerConfig.read(keys, vision, config.hidden)
-        weights = Weights(checkpoint, family.rename, dtype=dtype, device=device)
-        tower = family.Tower(Loader(weights), sizes, processor)
-        weights.check_loaded()
+        return _load(source, family, config, device, dtype, token_id, chunk)
     except FormatError as err:
+        if projector is not None:
+            raise
         return NoVision(f"its vision tower cannot be loaded: {err}")
+
+
+def _load(
+    source: Checkpoint,
+    family: ModuleType,
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    token_id: Callable[[str], int | None],
+    chunk: int | None,
+) -> Vision | NoVision:
+    keys = Keys(source.config)
+    vision = keys.section("vision_config")
+    settings = ImageSettings(source.images) if isinstance(source, MMProjFile) else ImageSettings.read(source.path)
+    processor = family.processor(keys, vision, settings, token_id)
+    sizes = family.TowerConfig.read(keys, vision, config.hidden)
+    weights = Weights(source, family.rename, dtype=dtype, device=device)
+    tower = family.Tower(Loader(weights), sizes, processor)
+    weights.check_loaded()
     if device.type == "cpu":
         processor = processor.limited(CPU_PIXELS)
     both_ways = family.both_ways(keys, processor)
     if both_ways is not None and chunk is not None and both_ways.most_tokens > chunk:
         return NoVision(f"an image may have {both_ways.most_tokens} tokens, and a prefill chunk has {chunk}: raise --chunk")
     return Vision(processor, ImageEncoder(tower), family.position_axes(keys, config), both_ways)
+
+
+def _projector(checkpoint: Checkpoint, given: Path | None, token_id: Callable[[str], int | None]) -> MMProjFile | NoVision:
+    """Open the mmproj file of a GGUF model: the one that is given, or the first beside it that fits."""
+    if given is not None:
+        check_gguf(given)
+        return MMProjFile(given, checkpoint.config, token_id)
+    reason = "GGUF files have their tower in an mmproj file, and there is none beside it; give --mmproj FILE"
+    for path in find_projectors(checkpoint.path):
+        try:
+            return MMProjFile(path, checkpoint.config, token_id)
+        except FormatError as err:
+            reason = f"the mmproj file beside it cannot be used: {err}".removesuffix(".")
+    return NoVision(reason)
 
 
 def _family(checkpoint: Checkpoint) -> ModuleType | None:

@@ -49,7 +49,7 @@ VISION = {
     "num_hidden_layers": 2,
     "num_attention_heads": 3,
     "head_dim": 12,
-    "position_embedding_size": 256,
+    "position_embedding_size": 1024,
 }
 
 

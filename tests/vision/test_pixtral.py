@@ -37,15 +37,22 @@ VISION = {
 }
 
 
+def make(path: Path, kind: str) -> Any:
+    """Save a model of transformers, whose text part has this type."""
+    torch.manual_seed(0)
+    text = {**TEXT, "model_type": kind, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+    config = Mistral3Config(text_config=text, vision_config=VISION, image_token_index=IMAGE, tie_word_embeddings=False)
+    model = Mistral3ForConditionalGeneration(config).eval()
+    save(model, path)
+    (path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+    return model
+
+
 @pytest.fixture(scope="module", params=["mistral", "ministral3"])
 def made(request, tmp_path_factory) -> tuple[Any, Path, Vision]:
     """A model of transformers, its folder, and its tower here."""
-    torch.manual_seed(0)
-    text = {**TEXT, "model_type": request.param, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
-    config = Mistral3Config(text_config=text, vision_config=VISION, image_token_index=IMAGE, tie_word_embeddings=False)
-    model = Mistral3ForConditionalGeneration(config).eval()
-    path = save(model, tmp_path_factory.mktemp(request.param))
-    (path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+    path = tmp_path_factory.mktemp(request.param)
+    model = make(path, request.param)
     checkpoint = open_checkpoint(path)
     language = family(checkpoint.config).Config.from_hf(checkpoint.config)
     names = {"[IMG_BREAK]": BREAK, "[IMG_END]": END}

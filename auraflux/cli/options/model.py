@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -164,6 +165,12 @@ LOADING = [
         metavar="ngram|mtp|MODEL",
         help="Speculative decoding: take draft tokens from n-grams of the sequence, the model's MTP head, or a smaller MODEL.",
     ),
+    click.option(
+        "--mmproj",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Vision tower of a GGUF model; by default an mmproj file in its folder.",
+    ),
     gpu_memory_option,
     *EXPERTS,
 ]
@@ -261,6 +268,7 @@ def load_options(
         gpu_memory=chosen.get("gpu_memory"),
         calibrate=chosen["calibrate"],
         adapters=parse_adapters(chosen.get("adapters", ())),
+        mmproj=chosen.get("mmproj"),
         speculate=chosen["speculate"],
         sampling=default_sampling(chosen),
         parallel=parallel,

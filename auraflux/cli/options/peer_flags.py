@@ -87,7 +87,7 @@ INSTEAD = {
     "Set the environment variable HF_HOME to the folder of downloads.": "--download-dir --cache-dir",
     "The prefix cache on disk is --prefix-disk 20GB of 'auraflux serve'.": "--prompt-cache",
     "LoRA adapters are not supported: merge the adapter into the model first.": "--lora --enable-lora --lora-paths",
-    "Vision towers of separate files are not supported: those in a model's folder are found there.": "--mmproj",
+    "An mmproj file in another folder than the model is not found: leave --mmproj out.": "--no-mmproj",
     "A prompt takes 64 images; audio is not supported.": "--limit-mm-per-prompt",
     "The model's own settings are used: leave the flag out.": (
         "--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --hf-overrides"

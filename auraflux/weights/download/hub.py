@@ -14,7 +14,7 @@ from typing import Any
 
 from auraflux.errors import AurafluxError, FetchError, FormatError
 from auraflux.weights.download.checksums import digest
-from auraflux.weights.formats.model_files import SPLIT
+from auraflux.weights.formats.model_files import PROJECTOR, SPLIT, projector_rank
 
 Report = Callable[[str, int, int], None]  # phase, bytes so far, total bytes
 Hash = tuple[str, str]  # kind, see `digest`, and value
@@ -71,7 +71,7 @@ def _cached(repository: str, revision: str | None, file: str | None) -> Path | N
         folder = Path(hub.snapshot_download(repository, revision=revision, local_files_only=True, **PATTERNS))
     except (OSError, ValueError, EntryNotFoundError):
         return None
-    files = list(folder.glob("*.gguf"))
+    files = [each for each in folder.glob("*.gguf") if not PROJECTOR.search(each.name)]
     if len(files) == 1:
         return files[0]
     return folder if _is_complete(folder) else None
@@ -95,7 +95,8 @@ def _download(repository: str, revision: str | None, file: str | None, report: R
     hashes = {each.rfilename: _hash(each) for each in about.siblings or []}
     name = file or _only_file(repository, list(hashes))
     if name is not None:
-        parts = {part: Path(hub.hf_hub_download(repository, part, revision=about.sha)) for part in split_names(name)}
+        wanted = [*split_names(name), *_projector(name, list(hashes))]
+        parts = {part: Path(hub.hf_hub_download(repository, part, revision=about.sha)) for part in wanted}
         _verify(parts, hashes, repository, report)
         return parts[split_names(name)[0]]
     folder = Path(hub.snapshot_download(repository, revision=about.sha, **PATTERNS))
@@ -117,12 +118,19 @@ def _only_file(repository: str, files: list[str]) -> str | None:
     if "config.json" in files and any(name.endswith(".safetensors") for name in files):
         return None
     # a split model counts as its first file
-    models = sorted({split_names(name)[0] for name in files if name.endswith(".gguf")})
+    models = sorted({split_names(name)[0] for name in files if name.endswith(".gguf") and not PROJECTOR.search(name)})
     if not models:
         raise FetchError(f"{repository} on the Hugging Face hub has neither safetensors with a config.json nor a GGUF file.")
     if len(models) > 1:
         raise FetchError(f"{repository} has several GGUF files; name one: {', '.join(f'{repository}/{m}' for m in models)}.")
     return models[0]
+
+
+def _projector(model: str, files: list[str]) -> list[str]:
+    """Return the vision tower in the folder of a GGUF file, in the preferred format; none if there is none."""
+    folder = model.rpartition("/")[0]
+    towers = [name for name in files if name.rpartition("/")[0] == folder and name.endswith(".gguf") and PROJECTOR.search(name)]
+    return sorted(towers, key=lambda name: (projector_rank(name), name))[:1]
 
 
 def _hash(sibling: Any) -> Hash | None:

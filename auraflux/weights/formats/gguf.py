@@ -142,6 +142,12 @@ def convert(
     return convert_rows(octets, kind, lanes, expands_scales, order)
 
 
+def dense_tensor(tensor: Any) -> Tensor | None:
+    """Return a tensor of the package without blocks; None for one with blocks."""
+    kind = tensor.tensor_type.name
+    return _dense(tensor.data, kind) if kind in DENSE else None
+
+
 def _dense(array: NDArray[Any], kind: str) -> Tensor:
     # tensors in a file may be aligned to less than their item size
     array = array if array.flags.aligned else array.copy()

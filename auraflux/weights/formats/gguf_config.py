@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 FREQUENCIES = "rope_freqs.weight"
 DELTA = {"group_count": COUNT, "time_step_rank": COUNT, "inner_size": WIDTH}
+SECTIONS = list_of(integer(0, 1024), 4)
 UNROTATED = 1e29  # a frequency divided by this factor or more does not rotate
 
 
@@ -277,6 +278,8 @@ def qwen3_next(meta: GGUFMetadata) -> dict[str, Any]:
     return {
         "num_hidden_layers": meta.layers - meta.mtp_layers,
         "partial_rotary_factor": meta.rotated(64) / meta.key_width,
+        # frequencies that turn by time, rows and columns in images
+        "mrope_section": meta.get("rope.dimension_sections", SECTIONS, [11, 11, 10])[:3],
         "full_attention_interval": meta.get("full_attention_interval", LAYER_INTERVAL, 4),
         "linear_num_key_heads": groups,
         "linear_num_value_heads": heads,

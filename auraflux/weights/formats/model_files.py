@@ -12,6 +12,9 @@ LFS_POINTER = b"version https://git-lfs"
 WEB_PAGES = (b"<!doctype", b"<html")
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PROJECTOR = re.compile(r"(^|[-_./])mmproj", re.IGNORECASE)
+# formats of towers, the preferred first; others are quantized
+PROJECTOR_FORMATS = "BF16", "F16", "F32"
 OLD_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.onnx", "*.npz")
 
 
@@ -91,6 +94,18 @@ def gguf_parts(path: Path) -> list[Path]:
     if missing := [each.name for each in paths if not each.exists()]:
         raise FormatError(f"{named(path)} is one of {len(paths)} files, and these are missing: {listed(missing)}.")
     return paths
+
+
+def find_projectors(model: Path) -> list[Path]:
+    """Return the mmproj files beside a GGUF model, the preferred format first."""
+    files = [each for each in model.parent.glob("*.gguf") if PROJECTOR.search(each.name) and each != model]
+    return sorted(files, key=lambda each: (projector_rank(each.name), each.name))
+
+
+def projector_rank(name: str) -> int:
+    """Return the place of a tower's format, which its file's name says, among `PROJECTOR_FORMATS`."""
+    words = re.split(r"[-_.]", name.upper())
+    return next((place for place, kind in enumerate(PROJECTOR_FORMATS) if kind in words), len(PROJECTOR_FORMATS))
 
 
 def _check_start(file: Path, magic: bytes | None) -> None:

@@ -234,6 +234,15 @@ def test_single_gguf_file_of_a_repository(hub):
     assert made.fetched == ["model.gguf", "a/b.gguf"]
 
 
+def test_the_vision_tower_of_a_gguf_file_is_downloaded_with_it(hub):
+    files = ["mmproj-F32.gguf", "mmproj-F16.gguf", "a/mmproj-other.gguf", "model.gguf"]
+    made = hub(files)
+    assert locate("org/name") == made.folder / "model.gguf"
+    assert made.fetched == ["model.gguf", "mmproj-F16.gguf"]
+    assert locate("org/name") == made.folder / "model.gguf"
+    assert made.fetched == ["model.gguf", "mmproj-F16.gguf"]
+
+
 def test_revision_is_resolved_to_a_commit(hub):
     made = hub(["config.json", "model.safetensors"])
     assert locate("org/name@v1.0") == made.folder

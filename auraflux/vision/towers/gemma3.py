@@ -14,7 +14,7 @@ from auraflux.vision.processor import check_shape
 from auraflux.vision.prompt_images import BothWays
 from auraflux.vision.settings import ImageSettings
 from auraflux.vision.span import PreparedImage
-from auraflux.vision.tower import ACTIVATIONS, Linear, Loader, RMSNorm, activation, attention, normalized
+from auraflux.vision.towers.layers import ACTIVATIONS, Linear, Loader, RMSNorm, activation, attention, normalized
 from auraflux.weights.fields import COUNT, EPS, LAYER_COUNT, NAME, TOKEN, WIDTH, Fields
 from auraflux.weights.formats.untrusted import integer
 

@@ -13,7 +13,7 @@ from auraflux.models.config import Keys
 from auraflux.vision.processor import GridProcessor
 from auraflux.vision.settings import ImageSettings
 from auraflux.vision.span import PreparedImage
-from auraflux.vision.tower import Linear, Loader, activation, attention, normalized, read_heads, rotate_half
+from auraflux.vision.towers.layers import Linear, Loader, activation, attention, normalized, read_heads, rotate_half
 from auraflux.weights.fields import LAYER_COUNT, NAME, TOKEN, WIDTH, Fields
 from auraflux.weights.formats.untrusted import integer, list_of
 
@@ -81,7 +81,7 @@ def position_axes(keys: Keys, config: Any) -> np.ndarray:
     """Return which position each RoPE frequency takes: rows and columns every third one, time the others."""
     frequencies = len(config.rotation.frequencies)
     newer = keys.section("rope_parameters")
-    found = newer if "mrope_section" in newer else keys.section("rope_scaling")
+    found = next((each for each in (newer, keys.section("rope_scaling")) if "mrope_section" in each), keys)
     sections, axes = found.get("mrope_section", SECTIONS, [11, 11, 10]), np.zeros(frequencies, np.int64)
     for axis in (1, 2):
         axes[axis : 3 * sections[axis] : 3] = axis

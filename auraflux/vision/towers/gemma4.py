@@ -15,7 +15,7 @@ from auraflux.vision.processor import check_shape
 from auraflux.vision.prompt_images import BothWays
 from auraflux.vision.settings import ImageSettings
 from auraflux.vision.span import PreparedImage
-from auraflux.vision.tower import ClippedLinear, Linear, Loader, RMSNorm, activation, attention, normalized, rotate_half
+from auraflux.vision.towers.layers import ClippedLinear, Linear, Loader, RMSNorm, activation, attention, normalized, rotate_half
 from auraflux.weights.fields import COUNT, EPS, HEAD, LAYER_COUNT, NAME, THETA, TOKEN, WIDTH, Fields
 from auraflux.weights.formats.untrusted import FLAG, integer
 

@@ -14,7 +14,7 @@ from auraflux.models.config import Keys
 from auraflux.vision.processor import check_shape
 from auraflux.vision.settings import ImageSettings
 from auraflux.vision.span import PreparedImage
-from auraflux.vision.tower import Linear, Loader, activation, attention, normalized, read_heads, rotate_half
+from auraflux.vision.towers.layers import Linear, Loader, activation, attention, normalized, read_heads, rotate_half
 from auraflux.weights.fields import EPS, LAYER_COUNT, NAME, THETA, TOKEN, WIDTH, Fields
 from auraflux.weights.formats.untrusted import FLAG, integer
 

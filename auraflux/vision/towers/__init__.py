@@ -1,0 +1,1 @@
+"""Vision towers, one file per family; `layers.py` has what they share."""
