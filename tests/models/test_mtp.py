@@ -93,10 +93,15 @@ def with_mtp(model: Any, folder: Path, joined: Callable[[Tensor], Tensor] | None
     return ModelWithMtp(model, further, folder)
 
 
+def published(name: str) -> str:
+    """Return the name of a tensor within an MTP layer that is numbered on from the last."""
+    return name.removeprefix("0.").removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+
+
 def _published(name: str, qwen: bool, layers: int) -> str:
-    name = name.removeprefix("0.")
     if not qwen:
-        return f"model.layers.{layers}." + name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+        return f"model.layers.{layers}.{published(name)}"
+    name = name.removeprefix("0.")
     if name.startswith("mtp_block."):
         return "mtp.layers.0." + name.removeprefix("mtp_block.")
     part, rest = name.split(".", 1)

@@ -9,7 +9,10 @@ from auraflux.errors import FormatError
 from auraflux.weights.fields import COUNT, NAME, fields_of
 from auraflux.weights.formats.gguf_config import (
     GGUFMetadata,
+    afmoe,
     deepseek2,
+    dots1,
+    exaone_moe,
     gemma3,
     gemma4,
     gemma_embedding,
@@ -73,6 +76,14 @@ SHARED = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 GLM4_MOE = _renamed_norm(SHARED)
+AFMOE = {
+    **SHARED,
+    "attn_gate": "self_attn.gate_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_mlp_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_gate_inp": "mlp.router.gate",
+}
 # newer files split kv_b_proj as mlx-lm does: a transposed stack for keys and one for values
 LATENT = {
     "attn_norm": "input_layernorm",
@@ -186,7 +197,7 @@ DELTA: dict[str, Any] = {
     "vectors": {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
     "values": {
         "linear_attn.norm.weight": lambda weight: weight,
-        "norm.weight": _minus_one,
+        **dict.fromkeys(("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"), _minus_one),
         # the file stores -exp(A_log)
         "A_log": lambda rate: (-rate).log(),
     },
@@ -204,6 +215,13 @@ ARCHITECTURES = {
     "glm4moe": Architecture(
         "glm4_moe", ATTENTION | HEAD_NORMS | GLM4_MOE, extra_config=glm4_moe, vectors=_score_bias("mlp.gate")
     ),
+    "dots1": Architecture("dots1", ATTENTION | HEAD_NORMS | SHARED, extra_config=dots1, vectors=_score_bias("mlp.gate")),
+    "exaone-moe": Architecture(
+        "exaone_moe", ATTENTION | HEAD_NORMS | SHARED, extra_config=exaone_moe, vectors=_score_bias("mlp")
+    ),
+    "afmoe": Architecture(
+        "afmoe", ATTENTION | HEAD_NORMS | AFMOE, extra_config=afmoe, vectors={"exp_probs_b.bias": "mlp.expert_bias"}
+    ),
     "deepseek2": Architecture("deepseek_v3", LATENT | SHARED, extra_config=deepseek2, vectors=_score_bias("mlp.gate")),
     "minimax-m2": Architecture(
         "minimax_m2", ATTENTION | HEAD_NORMS | MINIMAX_M2, extra_config=minimax_m2, vectors=_score_bias("block_sparse_moe")
@@ -213,7 +231,7 @@ ARCHITECTURES = {
         "gemma3_text", ATTENTION | HEAD_NORMS | MLP | GEMMA3, values=GEMMA_NORMS, extra_config=gemma_embedding
     ),
     "gemma4": Architecture("gemma4_text", ATTENTION | HEAD_NORMS | MLP | GEMMA4, extra_config=gemma4, vectors=GEMMA4_VECTORS),
-    "qwen3next": Architecture("qwen3_next", HYBRID | QWEN_SHARED, extra_config=qwen3_next_moe, **DELTA),
+    "qwen3next": Architecture("qwen3_next", HYBRID | QWEN_SHARED, extra_config=qwen3_next_moe, **DELTA, mtp_prefix="mtp"),
     "qwen35": Architecture(
         "qwen3_5_text",
         HYBRID | _renamed_norm(MLP),

@@ -168,6 +168,48 @@ def deepseek2(meta: GGUFMetadata) -> dict[str, Any]:
     }
 
 
+def dots1(meta: GGUFMetadata) -> dict[str, Any]:
+    return {
+        **_shared_experts(meta),
+        "n_shared_experts": meta.get("expert_shared_count", SHARED_EXPERTS, 0),
+        "norm_topk_prob": meta.get("expert_weights_norm", FLAG, False),
+        "scoring_func": _scoring(meta, 2),
+    }
+
+
+def _windows(meta: GGUFMetadata, layers: int) -> dict[str, Any]:
+    """Return the keys of sliding windows: of the layers listed, or of all but every so many."""
+    local = meta.get("attention.sliding_window_pattern", either(LAYER_INTERVAL, list_of(FLAG, MOST_LAYERS)), 4)
+    listed = local[:layers] if isinstance(local, list) else [bool((index + 1) % local) for index in range(layers)]
+    kinds = ["sliding_attention" if each else "full_attention" for each in listed]
+    return {"sliding_window": meta.window, "layer_types": kinds}
+
+
+def exaone_moe(meta: GGUFMetadata) -> dict[str, Any]:
+    found = dots1(meta)
+    shared = {
+        "num_experts": found.pop("n_routed_experts"),
+        "num_shared_experts": meta.get("expert_shared_count", SHARED_EXPERTS, 1),
+    }
+    return {**found, **shared, **_windows(meta, found["num_hidden_layers"])}
+
+
+def afmoe(meta: GGUFMetadata) -> dict[str, Any]:
+    if _scoring(meta, 2) != "sigmoid":
+        raise FormatError("GGUF files of architecture 'afmoe' with other scores than sigmoid are not supported.")
+    return {
+        **_windows(meta, meta.layers),
+        "moe_intermediate_size": meta.expert_inner,
+        "num_experts": meta.experts[0],
+        "num_experts_per_tok": meta.experts[1],
+        "num_shared_experts": meta.get("expert_shared_count", SHARED_EXPERTS, 0),
+        "num_dense_layers": meta.get("leading_dense_block_count", LAYERS, 0),
+        "route_scale": meta.get("expert_weights_scale", FACTOR, 1.0),
+        # llama.cpp scales the embeddings of all of them
+        "mup_enabled": True,
+    }
+
+
 def minimax_m2(meta: GGUFMetadata) -> dict[str, Any]:
     return {
         **_partial_rotary(meta),

@@ -17,6 +17,17 @@ from auraflux.weights.formats.untrusted import number
 
 # RoPE scaling of all Llama 3 releases; the file has only the resulting factors
 LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# of MTP layers; the last two are copies
+NEXTN = {
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_norm": "shared_head.norm",
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.embed_tokens": "embed_tokens",
+}
+# the same under a prefix, where MTP layers have numbers of their own
+PREFIXED = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
 
 
 def tensor_name(name: str, arch: Architecture) -> str:
@@ -27,9 +38,8 @@ def tensor_name(name: str, arch: Architecture) -> str:
         return f"{ENDS[module]}.{part}" if module in ENDS else name
     layer, rest = f"model.layers.{found[1]}", found[2]
     module, _, part = rest.rpartition(".")
-    # MTP layers
-    if rest.startswith("nextn."):
-        return f"{layer}.{rest}"
+    if module in NEXTN:
+        return f"{layer}.{NEXTN[module]}.{part}"
     if rest in arch.vectors:
         return f"{layer}.{arch.vectors[rest]}"
     return f"{layer}.{arch.layer[module]}.{part}" if module in arch.layer else name
@@ -37,9 +47,14 @@ def tensor_name(name: str, arch: Architecture) -> str:
 
 def mtp_tensor_name(name: str, config: Mapping[str, Any], arch: Architecture) -> str:
     """Return the name of a tensor, with the MTP prefix if its layer is past the last."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    is_mtp = arch.mtp_prefix is not None and found is not None and int(found[1]) >= config["num_hidden_layers"]
-    return f"{arch.mtp_prefix}.{name}" if is_mtp else name
+    found, layers = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.([^.]+)", name), config["num_hidden_layers"]
+    if arch.mtp_prefix is None or found is None or int(found[1]) < layers:
+        return name
+    number, module, part = int(found[1]) - layers, found[2], found[3]
+    # the first of several heads is used
+    if module in PREFIXED and not number:
+        return f"{arch.mtp_prefix}.{PREFIXED[module]}.{part}"
+    return f"{arch.mtp_prefix}.layers.{number}.{module}.{part}"
 
 
 def make_config(

@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType, quants
 
 from auraflux.quant.gguf_blocks import LAYOUTS, NOT_IN_MLX
 from auraflux.weights.formats.gguf_architectures import ARCHITECTURES, ENDS
+from auraflux.weights.formats.gguf_names import NEXTN
 from tests.quant.test_gguf_blocks import set_scales_of_iq1_m
 from tests.tested import external_oracle
 
@@ -55,7 +56,7 @@ def gguf_name(name: str, architecture: str) -> str:
     vectors = {theirs: ours for ours, theirs in arch.vectors.items()}
     if rest in vectors:
         return f"blk.{layer}.{vectors[rest]}"
-    names = {theirs: ours for ours, theirs in arch.layer.items()}
+    names = {theirs: ours for ours, theirs in (arch.layer | NEXTN).items()}
     return f"blk.{layer}.{names[module]}.{part}"
 
 

@@ -118,6 +118,21 @@ def small_gemma4() -> Any:
     return gemma4(**SHARED | SMALL_GEMMA4)
 
 
+def _biased(kind: str, options: dict[str, Any]) -> Any:
+    import transformers as hf
+
+    sizes = {"intermediate_size": INNER, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    if kind == "dots1":
+        more = {"n_routed_experts": 5, "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
+        return sharpen_routers(hf.Dots1ForCausalLM(hf.Dots1Config(**options | sizes | more | {"num_key_value_heads": HEADS})))
+    sizes |= {"num_experts": 5, "num_shared_experts": 2, "sliding_window": 16}
+    if kind == "afmoe":
+        more = {"num_dense_layers": 1, "route_scale": 1.5, "mup_enabled": True}
+        return sharpen_routers(hf.AfmoeForCausalLM(hf.AfmoeConfig(**options | sizes | more)))
+    more = {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "layer_types": [SLIDING, FULL]}
+    return sharpen_routers(hf.ExaoneMoeForCausalLM(hf.ExaoneMoeConfig(**options | sizes | more)))
+
+
 def tiny(kind: str, moe_intermediate_size: int = 64):
     """Build a transformers model with the sizes that `write_gguf` writes."""
     import transformers as hf
@@ -142,6 +157,8 @@ def tiny(kind: str, moe_intermediate_size: int = 64):
         sizes = {"intermediate_size": INNER, "moe_intermediate_size": 64, "n_routed_experts": 5, "num_mtp_layers": 0}
         options = {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5}
         return sharpen_routers(hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**shared, **experts, **sizes, **options)))
+    if kind in ("dots1", "exaone-moe", "afmoe"):
+        return _biased(kind, shared | experts)
     if kind == "minimax-m2":
         experts["rope_parameters"] |= {"partial_rotary_factor": 0.5}
         config = hf.MiniMaxM2Config(**shared, **experts, intermediate_size=64, num_local_experts=5)
@@ -172,6 +189,8 @@ def unpacked(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
     """Convert one tensor of transformers to those of llama.cpp's converter."""
     if kind == "minimax-m2":
         name = name.replace(".mlp.", ".block_sparse_moe.")
+    if kind == "exaone-moe":
+        name = name.replace(".mlp.gate.e_score", ".mlp.e_score")
     if kind == "deepseek2" and name.endswith(".kv_b_proj.weight"):
         home, rows = name.removesuffix(".kv_b_proj.weight"), array.reshape(HEADS, -1, array.shape[1])
         keys, values = np.split(rows, [DEEPSEEK["qk_nope_head_dim"]], axis=1)
@@ -258,6 +277,17 @@ SMALL_GEMMA4_METADATA: dict[str, Any] = GEMMA4_METADATA | {
     "attention.sliding_window_pattern": [True, False] * 2,
     "embedding_length_per_layer_input": 64,
 }
+BIASED: dict[str, Any] = {
+    "expert_count": 5,
+    "expert_used_count": 2,
+    "expert_shared_count": 2,
+    "expert_feed_forward_length": 64,
+    "expert_gating_func": 2,
+    "expert_weights_scale": 1.5,
+    "expert_weights_norm": True,
+    "leading_dense_block_count": 1,
+    "attention.key_length": WIDTH,
+}
 SECTIONS = {"rope.dimension_sections": [3, 3, 2, 0]}
 METADATA: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -279,6 +309,15 @@ METADATA: dict[str, dict[str, Any]] = {
         "attention.key_length": WIDTH,
         "rope.dimension_count": WIDTH // 2,
     },
+    # llama.cpp takes dots.llm1 to have as many KV heads as heads
+    "dots1": BIASED | {"attention.head_count_kv": HEADS},
+    "exaone-moe": BIASED
+    | {
+        "expert_shared_feed_forward_length": 128,
+        "attention.sliding_window": 16,
+        "attention.sliding_window_pattern": [True, False],
+    },
+    "afmoe": BIASED | {"attention.sliding_window": 16},
     "deepseek2": {
         "attention.head_count_kv": 1,
         "attention.layer_norm_rms_epsilon": 1e-6,

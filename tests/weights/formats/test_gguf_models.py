@@ -5,13 +5,15 @@ import pytest
 import torch
 
 from auraflux.errors import FormatError
+from auraflux.models import family
 from auraflux.ops import use_backend
 from auraflux.weights.formats.checkpoint import open_checkpoint
 from auraflux.weights.formats.stored import dense
 from tests.models.oracles import error, logits, save, tokens, transformers_logits
+from tests.models.test_mtp import family_of, predicted, published, with_mtp
 from tests.ops.quick import some
 from tests.weights.formats.gguf_files import HEADS, HIDDEN, LAYERS, VOCAB, WIDTH, quantize_round_trip, write_gguf
-from tests.weights.formats.gguf_models import METADATA, SMALL_GEMMA4_METADATA, gguf_tensors, small_gemma4, tiny
+from tests.weights.formats.gguf_models import METADATA, SMALL_GEMMA4_METADATA, gguf_tensors, small_gemma4, tiny, unpacked
 
 # llama.cpp stores it as F32 regardless of the other types
 CONVOLUTION = {"model.layers.0.linear_attn.conv1d.weight": "F32"}
@@ -113,6 +115,26 @@ def test_older_qwen3next_files(tmp_path):
     path, ids = write_gguf(tmp_path / "m.gguf", tensors, "F32", "qwen3next", METADATA["qwen3next"]), tokens(model, 20)
     with use_backend("reference"):
         assert error(logits(path, ids), transformers_logits(model, ids)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["glm4moe", "qwen3next", "qwen35", "qwen35moe"])
+def test_mtp_layers_predict_as_those_of_transformers(kind: str, tmp_path):
+    reference = with_mtp(tiny(kind), tmp_path / "hf")
+    # the converter numbers Qwen's MTP layers, too
+    further = {
+        f"model.layers.{LAYERS}.{published(name)}": each.numpy() for name, each in reference.further.layers.state_dict().items()
+    }
+    tensors = gguf_tensors(reference.model, kind)
+    for name, array in further.items():
+        tensors |= unpacked(name, array, kind)
+    metadata = METADATA[kind] | {"block_count": LAYERS + 1, "nextn_predict_layers": 1}
+    path, ids = write_gguf(tmp_path / "m.gguf", tensors, "F32", kind, metadata), tokens(reference.model, 40)
+    model, shapes, place = family_of(path)
+    hidden = reference.hidden(ids[:-1])
+    with use_backend("reference"):
+        found = predicted(model, shapes[place.like], ids[1:], hidden, 20)
+    assert error(found, reference.predicted(ids[1:], hidden)) < 1e-5
+    assert place.is_in(open_checkpoint(path), family(open_checkpoint(path).config).rename)
 
 
 def test_mtp_layer_of_qwen35_is_skipped(tmp_path):
