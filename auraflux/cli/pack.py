@@ -43,6 +43,7 @@ def pack(source: str, target: Path, bits: int | None, group: int, device: str, f
     from auraflux.models.config import experts_per_token
     from auraflux.ops.simd.isa import ISA
     from auraflux.progress import on_terminal
+    from auraflux.vision.families import notes_of_copy
     from auraflux.weights.convert.pack import PARTIAL
     from auraflux.weights.convert.pack import pack as write
     from auraflux.weights.download.pull import locate
@@ -73,7 +74,7 @@ def pack(source: str, target: Path, bits: int | None, group: int, device: str, f
     except KeyboardInterrupt:
         click.echo(f"note: progress is saved in {target}{PARTIAL}; run the same command again to resume.", err=True)
         raise
-    for note in checkpoint.notes:
+    for note in [*checkpoint.notes, *notes_of_copy(checkpoint)]:
         click.echo(f"note: {note}", err=True)
     found = open_experts(target)
     other = sum(path.stat().st_size for path in target.iterdir() if path.is_file())

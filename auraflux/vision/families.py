@@ -67,6 +67,11 @@ def takes_images(checkpoint: Checkpoint) -> bool:
     return isinstance(_projector(checkpoint, None, lambda name: 0), MMProjFile)
 
 
+def notes_of_copy(checkpoint: Checkpoint) -> list[str]:
+    """Return notes on a model that is written without its tower."""
+    return ["the vision tower is left out: the model that is written takes no images."] if takes_images(checkpoint) else []
+
+
 def open_vision(
     checkpoint: Checkpoint,
     config: Any,

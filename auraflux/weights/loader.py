@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from auraflux.errors import FormatError, SettingsError
+from auraflux.errors import SettingsError
 from auraflux.machine import free_nbytes
 from auraflux.quant import QTensor
 from auraflux.weights.convert.quantize_large import fitting_group, quantize_large
@@ -22,7 +22,8 @@ from auraflux.weights.experts.stacks import ExpertSource, stack_experts
 from auraflux.weights.experts.store import ExpertStore, map_experts
 from auraflux.weights.formats.row_layout import RECORDS
 from auraflux.weights.formats.stored import Checkpoint, Stored, dense, is_placeholder
-from auraflux.weights.formats.untrusted import listed, shown
+from auraflux.weights.formats.untrusted import shown
+from auraflux.weights.mismatches import Mismatches
 from auraflux.weights.named_weights import NamedWeight, NamedWeights
 from auraflux.weights.names import ROUTERS, Rename, ours
 from auraflux.weights.parallel.expert_parallel import ExpertSharding
@@ -30,14 +31,11 @@ from auraflux.weights.parallel.tensor_slices import UNSLICED, Slices, cut, group
 
 T = TypeVar("T", Tensor, QTensor, Stored)
 HOST = torch.device("cpu")
-SHOWN = 4  # tensors of a kind in an error message
-WIDEST = 150  # characters for each of them
 # free memory, as a multiple of the files' size, above which super-block scales are expanded: decode runs 7 to 20 % faster on
 # two Neoverse-N1 cores, and Q2_K takes 2.3 times the memory
 EXPAND_SCALES_FROM = 3
 # lanes of AVX-512, which decodes from super-blocks at least as fast: Q4_K takes 0.6 times as long on a Cascade Lake core
 LANES_THAT_EXPAND = 8
-MOST_MISSING = 10_000  # missing tensors after which loading stops
 
 PART = re.compile(r"\.shard_(\d+)\.weight$")  # of a table published as several tensors
 
@@ -91,11 +89,10 @@ class Weights:
                 self._stored[name] = stored
         self._unloaded = set(self._stored)
         self.named = NamedWeights()
-        self._missing: list[str] = []
+        self._mismatches = Mismatches(checkpoint.path)
         # name -> width, of matrices that no group divides
         self.unquantized: dict[str, int] = {}
         self.has_untied_head = False
-        self._mismatched: list[str] = []
 
     @property
     def expands_scales(self) -> bool:
@@ -155,7 +152,7 @@ class Weights:
         if (found.is_floating_point() and not is_placeholder(found)) or (
             found.numel() and not 0 <= found.min() <= found.max() < below
         ):
-            self._mismatched.append(f"{self._stored[name]} must hold integers from 0 to {below - 1}")
+            self._mismatches.add(f"{self._stored[name]} must hold integers from 0 to {below - 1}")
             found = torch.zeros(shape)
         return self.complete(name, found.to(self.device, torch.int32))
 
@@ -163,7 +160,7 @@ class Weights:
         """Load integers as int64 on the CPU."""
         found = dense(self._take(name, shape))
         if found.is_floating_point() and not is_placeholder(found):
-            self._mismatched.append(f"{self._stored[name]} must hold integers")
+            self._mismatches.add(f"{self._stored[name]} must hold integers")
         return self.complete(name, found.to("cpu", torch.int64))
 
     def table(self, name: str, least: int, width: int) -> Any:
@@ -173,13 +170,14 @@ class Weights:
         """
         names = [f"{name}.weight"] if self.has(f"{name}.weight") else self._parts_of(name)
         if not names or any(self._found(each, (None, None)) is None for each in names):
-            self._missing += [f"{name}.weight"] if not names else []
+            if not names:
+                self._mismatches.add_missing(f"{name}.weight")
             return None
         stored = [self._stored[each] for each in names]
         parts = [self.checkpoint.table_part(each) for each in stored]
         rows, form = sum(part.rows for part in parts), parts[0].form
         if rows < least or form.width != width:
-            self._mismatched.append(
+            self._mismatches.add(
                 f"{stored[0]} and its further shards form a table of {[rows, form.width]}, [{least}, {width}] is needed"
             )
             return None
@@ -263,7 +261,7 @@ class Weights:
     def _select(self, name: str, found: Stored, take: Tensor) -> Stored:
         last = int(take.max())
         if last >= found.shape[0]:
-            self._mismatched.append(f"{self._stored[name]} has shape {shown(list(found.shape))}, {last + 1} rows are needed")
+            self._mismatches.add(f"{self._stored[name]} has shape {shown(list(found.shape))}, {last + 1} rows are needed")
             return torch.zeros((), device=self.device).expand(len(take), found.shape[1])
         return found.take(take) if isinstance(found, QTensor) else found[take]
 
@@ -387,39 +385,17 @@ class Weights:
     def _found(self, name: str, shape: tuple[int | None, ...]) -> str | None:
         """Return the checkpoint's name of a tensor if it has the expected shape; otherwise record the mismatch."""
         if name not in self._stored:
-            self._missing.append(name)
-            if len(self._missing) > MOST_MISSING:
-                # a config may claim any number of experts
-                path = self.checkpoint.path
-                raise FormatError(
-                    f"the tensors in {path} do not fit the model. Too many are missing: {listed(self._missing, SHOWN, WIDEST)}."
-                )
+            self._mismatches.add_missing(name)
             return None
         stored = self._stored[name]
         if name in self._unloaded:
             self._unloaded.discard(name)
             self.advance(self._sizes[stored])
-        found = self.checkpoint.shape(stored)
-        if len(found) != len(shape) or any(want not in (None, have) for want, have in zip(shape, found, strict=True)):
-            wanted = ", ".join("any" if size is None else str(size) for size in shape)
-            self._mismatched.append(f"{stored} has shape {shown(list(found))}, [{wanted}] is needed")
-            return None
-        return stored
+        return stored if self._mismatches.check_shape(stored, self.checkpoint.shape(stored), shape) else None
 
     def check_loaded(self) -> None:
         """Raise one error for all missing, mis-shaped and unexpected tensors."""
-        unexpected = sorted(self._stored[name] for name in self._unloaded)
-        reasons = [
-            f"{len(names)} {what}: {listed(names, SHOWN, WIDEST)}"
-            for what, names in (
-                ("missing", sorted(set(self._missing))),
-                ("of the wrong shape", list(dict.fromkeys(self._mismatched))),
-                ("that the model does not know", unexpected),
-            )
-            if names
-        ]
-        if reasons:
-            raise FormatError(f"the tensors in {self.checkpoint.path} do not fit the model. {'; '.join(reasons)}.")
+        self._mismatches.raise_all([self._stored[name] for name in self._unloaded])
 
 
 def _lanes() -> int:

@@ -14,7 +14,8 @@ from auraflux.vision import image as decoding
 from auraflux.vision.image import decode_image
 from tests.vision.qwen_models import file_of, picture
 
-KINDS = ("PNG", "JPEG", "WEBP", "GIF")
+# formats, and about the bytes of their headers
+KINDS = {"PNG": 64, "JPEG": 64, "WEBP": 64, "GIF": 64, "AVIF": 320}
 
 
 def png(width: int, height: int, data: bytes = b"") -> bytes:
@@ -25,6 +26,13 @@ def png(width: int, height: int, data: bytes = b"") -> bytes:
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+def avif(width: int, height: int) -> bytes:
+    """Return an AVIF file that claims a size."""
+    made = file_of(picture(30, 20), "AVIF")
+    at = made.index(b"ispe") + 8
+    return made[:at] + struct.pack(">II", width, height) + made[at + 8 :]
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "1", "P", "CMYK", "I;16"])
@@ -70,6 +78,8 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "no data": (png(100, 100), "damaged"),
     "a data bomb": (png(10, 10, zlib.compress(bytes(1 << 24))), ""),
     "cut off": (file_of(picture(90, 90), "JPEG")[:300], "damaged"),
+    "an AVIF bomb": (avif(60_000, 60_000), "damaged|pixels"),
+    "no AVIF frame": (file_of(picture(90, 90), "AVIF")[:300], "damaged"),
 }
 
 
@@ -101,14 +111,14 @@ def _decoded(data: bytes) -> Any:
 def _fuzzed(seed: int) -> bytes:
     """Return a file with a few bytes of its first ones replaced, cut off or repeated."""
     chance = np.random.default_rng(seed)
-    kind = KINDS[seed % len(KINDS)]
+    kind, header = list(KINDS.items())[seed % len(KINDS)]
     data = bytearray(file_of(picture(*chance.integers(1, 60, 2).tolist(), seed=seed), kind))
     for _ in range(chance.integers(1, 6)):
         match chance.integers(4):
             case 0:
-                data[chance.integers(min(len(data), 64))] = chance.integers(256)
+                data[chance.integers(min(len(data), header))] = chance.integers(256)
             case 1:
-                at = chance.integers(min(len(data), 64))
+                at = chance.integers(min(len(data), header))
                 data[at : at + 4] = chance.bytes(4)
             case 2:
                 data = data[: chance.integers(1, len(data) + 1)]
