@@ -50,6 +50,8 @@ FAMILIES = {
     "muse_glimmer": "muse_glimmer_text",
     "muse_glimmer_text": "muse_glimmer_text",
     "laguna": "laguna",
+    "mimo_v2_flash": "mimo_v2_flash",
+    "axk1": "deepseek_v3",
     "ernie4_5_moe": "ernie4_5_moe",
     "gpt_oss": "gpt_oss",
     "gemma3": "gemma3_text",

@@ -23,11 +23,19 @@ GRAM_ROWS = 1024  # of a weight that are dequantized at a time
 
 @dataclass(frozen=True)
 class Heads:
-    """The numbers of query heads (`count`) and of key and value heads (`kv`), and the width of each."""
+    """The numbers of query heads (`count`) and of key and value heads (`kv`), and the width of each.
+
+    value  the width of a value, where it is not `width`
+    """
 
     count: int
     kv: int
     width: int
+    value: int | None = None
+
+    @property
+    def value_width(self) -> int:
+        return self.width if self.value is None else self.value
 
 
 @dataclass(frozen=True)
@@ -85,8 +93,10 @@ class Attention(Mixer):
         self.scale, self.growth = heads.width**-0.5 if scale is None else scale, growth
         # a rank has all query heads of its key heads
         mine, shared = weights.slices.heads(heads.kv), heads.count // heads.kv
-        self.heads, self.join = Heads(shared * len(mine), len(mine), heads.width), weights.slices.all_reduce
+        self.heads, self.join = Heads(shared * len(mine), len(mine), heads.width, heads.value), weights.slices.all_reduce
         rows = {"q": shared * (2 if gated else 1) * heads.width, **dict.fromkeys(parts[1:], heads.width)}
+        if "v" in rows:
+            rows["v"] = heads.value_width
         each = [(f"{name}.{kind}_proj", n * heads.kv, span(mine, n)) for kind, n in rows.items()]
         self.qkv = [weights.row_shard(projection, n, hidden, some) for projection, n, some in each]
         self.qkv_bias = [weights.bias(*which) for which in each]
@@ -95,8 +105,8 @@ class Attention(Mixer):
             width = 1 if gate.per_head else heads.width
             rows_of_gate = heads.count * width, hidden, span(mine, shared * width)
             self.gate = (weights.row_shard(f"{name}.{gate.name}", *rows_of_gate),)
-        columns = span(mine, shared * heads.width)
-        self.out = weights.column_shard(f"{name}.o_proj", hidden, heads.count * heads.width, columns)
+        columns = span(mine, shared * heads.value_width)
+        self.out = weights.column_shard(f"{name}.o_proj", hidden, heads.count * heads.value_width, columns)
         self.out_bias = weights.bias_on_first_rank(f"{name}.o_proj", hidden)
         self._sample: list[Tensor] | None = None
         if not weights.slices.unsliced:
@@ -153,7 +163,7 @@ class Attention(Mixer):
 
     def output_gram(self) -> Tensor:
         """Return the Gram matrix of the output projection's columns per query head: [Hq, D, D] float32."""
-        heads, width = self.heads.count, self.heads.width
+        heads, width = self.heads.count, self.heads.value_width
         total = torch.zeros(heads, width, width, device=self.out.device)
         for rows in torch.arange(self.out.shape[0], device=self.out.device).split(GRAM_ROWS):
             piece = dense(self.out.take(rows) if isinstance(self.out, QTensor) else self.out[rows])
@@ -177,7 +187,7 @@ class Attention(Mixer):
             q, gate = split_q_gate(q, heads.count)
         else:
             q = q.view(tokens, -1, heads.width)
-        k, v = (t.view(tokens, -1, heads.width) for t in (k, v))
+        k, v = k.view(tokens, -1, heads.width), v.view(tokens, -1, heads.value_width)
         return total, (q, k, v), gate
 
     def append(self, batch: Batch, store: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

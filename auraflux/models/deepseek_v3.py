@@ -21,6 +21,7 @@ from auraflux.models.layer import FeedForward, LayerInput, Mixer, PartMixer
 from auraflux.models.mixture import MixtureConfig, biased_mixture
 from auraflux.models.mlp import AddedMLP
 from auraflux.models.mtp import MTPNames, after_last
+from auraflux.models.output_norms import NormedMixture
 from auraflux.models.rotation import Growth, RopeSettings, Rotation, growth, rope_settings, rotation
 from auraflux.ops import Routing, latent_output, latent_query
 from auraflux.quant import QTensor
@@ -59,6 +60,7 @@ class Config:
     extra     MTP heads after the last layer
     scale     of the attention scores
     growth    scales queries by their positions
+    output_norm  outputs of mixtures are normalised
     """
 
     hidden: int
@@ -76,6 +78,7 @@ class Config:
     tied: bool
     context: int
     rotation: Rotation
+    output_norm: bool
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "Config":
@@ -103,6 +106,7 @@ def read_config(keys: Keys) -> Config:
         tied=keys.tied_outside(False),
         context=keys.context(4096),
         rotation=rotation(keys, widths.rope, settings, keys.get("rope_interleave", FLAG, True)),
+        output_norm=keys.kind == "axk1",
     )
 
 
@@ -168,7 +172,11 @@ class Model(Decoder[Config]):
         if not config.sparse[index]:
             return AddedMLP(weights, name, config.hidden, config.inner)
         bias = "gate.e_score_correction_bias" if config.mixture.routing.scoring == "sigmoid" else None
-        return biased_mixture(weights, name, config.hidden, config.mixture, bias)
+        made = biased_mixture(weights, name, config.hidden, config.mixture, bias)
+        if not config.output_norm:
+            return made
+        norm = self.make_norm(weights, f"{name.removesuffix('.mlp')}.post_mlp_layernorm")
+        return NormedMixture(**vars(made), norm=norm, eps=config.eps, join=weights.slices.all_reduce)
 
 
 class Attention(PartMixer):

@@ -81,6 +81,7 @@ MORE |= {
     "afmoe": {**MIXED, "model_type": "afmoe"},
     "exaone": {**MIXED, "model_type": "exaone_moe"},
     "laguna": {**MIXED, "model_type": "laguna", "rope_parameters": BY_KIND, "mlp_layer_types": ["dense", "sparse"]},
+    "mimo": {**MIXED, "model_type": "mimo_v2_flash", "head_dim": 24, "n_routed_experts": 4},
     "mellum": {**MIXED, "model_type": "mellum", "rope_parameters": BY_KIND, "mlp_layer_types": ["dense", "sparse"]},
     "muse-glimmer": {**PLAIN, "model_type": "muse_glimmer_text", "layer_rope_theta": [1e4, 0]},
 }

@@ -31,7 +31,7 @@ BY_TENSORS = {"attention_bias", "mlp_bias", "qkv_bias", "use_bias", "use_conv_bi
 HOW = {"chunk_size", "num_logits_to_keep", "use_mamba_kernels"}
 # latent attention: heads have the widths of other keys, and each has its own key
 LATENT = {"head_dim", "num_key_value_heads"}
-MLA = ("deepseek_v3", "kimi_k25", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa", "kimi_linear")
+MLA = ("deepseek_v3", "axk1", "kimi_k25", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa", "kimi_linear")
 OTHERWISE: dict[str, set[str]] = {
     **dict.fromkeys(MLA, LATENT),
     # time steps are not clamped, see docs/models.md

@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AXK1Config,
+    AXK1ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Glm4MoeLiteConfig,
@@ -80,6 +82,11 @@ def kimi() -> Kimi_K25ForConditionalGeneration:
     return sharpen_routers(Kimi_K25ForConditionalGeneration(Kimi_K25Config(text_config=text, **tower)))
 
 
+def axk1(**changes: Any) -> AXK1ForCausalLM:
+    torch.manual_seed(0)
+    return sharpen_routers(AXK1ForCausalLM(AXK1Config(**{**SMALL, "bos_token_id": 0, "eos_token_id": 1, **changes})))
+
+
 def mistral4(**changes: Any) -> Mistral4ForCausalLM:
     """Return a model whose query scale grows twice within the tokens of a test."""
     torch.manual_seed(0)
@@ -114,6 +121,10 @@ RELATIVES: dict[str, Any] = {
     "glm4_moe_lite-listed": lambda: glm_lite(mlp_layer_types=["sparse", "dense", "sparse"], q_lora_rank=None),
     "kimi_k25": kimi,
     "mistral4": mistral4,
+    "axk1": axk1,
+    "axk1-odd": lambda: axk1(
+        mlp_layer_types=["sparse", "dense", "sparse"], num_attention_heads=3, num_key_value_heads=3, moe_intermediate_size=60
+    ),
     "mistral4-no-query-rank": lambda: mistral4(q_lora_rank=None, first_k_dense_replace=0, norm_topk_prob=False),
 }
 
