@@ -1,4 +1,4 @@
-"""Pictures of coloured shapes, and conversations about them, for the toy model of train_shapes.py."""
+"""Pictures of coloured shapes, and conversations about them, for the toy model that train.py trains."""
 
 from dataclasses import dataclass
 from math import cos, pi, sin
@@ -57,7 +57,7 @@ def picture(shown: list[Thing], size: tuple[int, int], random: Random, scale: in
     image = Image.new("RGB", (width, height), random.choice(BACKGROUNDS))
     column = width / len(shown)
     for number, thing in enumerate(shown):
-        side = random.uniform(0.6, 0.92) * min(column, height, 40 * scale)
+        side = random.uniform(0.6, 0.92) * min(column, height)
         left = column * number + random.uniform(0, column - side)
         top = random.uniform(0, height - side)
         colour = tuple(min(255, max(0, value + random.randint(-12, 12))) for value in COLOURS[thing.colour])

@@ -1,6 +1,6 @@
-"""Train the toy model of shapes_model/, a Qwen3.5 of 0.5 million parameters with a tower.
+"""Train the toy model of the folder model, a Qwen3.5 of 0.5 million parameters with a tower.
 
-    python -m tests.vision.train_shapes FOLDER
+    python -m tests.vision.shapes.train FOLDER
 
 The model and its backward pass are those of transformers. On two x86 cores training takes about ten minutes.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from tests.vision.qwen_models import TEMPLATE
-from tests.vision.shapes_data import FACTS, Exchange, exchange, fact, picture, things
+from tests.vision.shapes.data import FACTS, Exchange, exchange, fact, picture, things
 
 SPECIAL = [
     "<|endoftext|>",
@@ -83,7 +83,7 @@ TOWER = {
 }
 # sides of an image in training; others are resized to at most as many pixels
 SIZES = [(64, 64), (64, 48), (80, 48), (96, 48), (48, 48), (48, 64)]
-STEPS, BATCH, RATE, WARMUP = 1200, 64, 3e-3, 50
+STEPS, BATCH, RATE, WARMUP = 1500, 64, 3e-3, 50
 IGNORED = -100  # a label without a loss
 
 
