@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         SparseLatentShape,
     )
     from auraflux.cache.mixed_batch import MixedBatch
-    from auraflux.cache.recurrent_shapes import ChannelDeltaShape, NGramShape, RecurrentShape, ScanShape
+    from auraflux.cache.recurrent_shapes import ChannelDeltaShape, ConvShape, NGramShape, RecurrentShape, ScanShape
     from auraflux.cache.settings import CacheSettings
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "CacheSettings",
     "ChannelDeltaShape",
     "CompressedShape",
+    "ConvShape",
     "KVSequence",
     "LatentShape",
     "Logits",
@@ -51,6 +52,7 @@ _HOMES = {
     "CacheSettings": "auraflux.cache.settings",
     "ChannelDeltaShape": "auraflux.cache.recurrent_shapes",
     "CompressedShape": "auraflux.cache.layer_shapes",
+    "ConvShape": "auraflux.cache.recurrent_shapes",
     "KVSequence": "auraflux.cache.kv_sequence",
     "LatentShape": "auraflux.cache.layer_shapes",
     "Logits": "auraflux.cache.batch",

@@ -1,5 +1,7 @@
 """The gated MLP of most families, and MLPs without a gate."""
 
+import torch
+
 from auraflux.adapters.linears import add_norm_gate_up, add_norm_linears, linear
 from auraflux.models.layer import FeedForward, LayerInput, Residual
 from auraflux.ops import SharedExpert, combine, relu_square
@@ -31,6 +33,16 @@ class AddedMLP(MLP):
     def __call__(self, inputs: LayerInput) -> Residual:
         """Return the residual stream with the output added, [T, H], and no delta."""
         return combine(*super().__call__(inputs)), None
+
+
+class FusedMLP(MLP):
+    """An MLP whose gate and up projections are one tensor, gate rows first; it is whole on every rank."""
+
+    def __init__(self, weights: Weights, name: str, hidden: int, inner: int):
+        self.join = weights.slices.all_reduce
+        halves = torch.arange(2 * inner).split(inner)
+        self.gate, self.up = (weights.matrix(f"{name}.input_linear", inner, hidden, take=half) for half in halves)
+        self.down = weights.matrix(f"{name}.output_linear", hidden, inner)
 
 
 class SquareMLP(FeedForward):

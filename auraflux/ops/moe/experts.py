@@ -34,9 +34,13 @@ class Clamp:
 
 @dataclass(frozen=True)
 class Limit:
-    """silu(gate) * up with both inputs clamped first, see `limited_swiglu`."""
+    """silu(gate) * up with both inputs clamped first, see `limited_swiglu`.
+
+    gate  the limit of the gate; None for `limit`
+    """
 
     limit: float
+    gate: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
