@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from auraflux.cache.batch import Batch, Logits
+    from auraflux.cache.block_shapes import BlockSparseShape, HeadBlocksShape
     from auraflux.cache.cache import Cache
     from auraflux.cache.kv_sequence import KVSequence, Snapshot
     from auraflux.cache.layer_shapes import (
         AttentionShape,
         BidirectionalShape,
-        BlockSparseShape,
         CompressedShape,
         LatentShape,
         SparseLatentShape,
@@ -32,6 +32,7 @@ __all__ = [
     "ChannelDeltaShape",
     "CompressedShape",
     "ConvShape",
+    "HeadBlocksShape",
     "KVSequence",
     "LatentShape",
     "Logits",
@@ -47,12 +48,13 @@ _HOMES = {
     "AttentionShape": "auraflux.cache.layer_shapes",
     "Batch": "auraflux.cache.batch",
     "BidirectionalShape": "auraflux.cache.layer_shapes",
-    "BlockSparseShape": "auraflux.cache.layer_shapes",
+    "BlockSparseShape": "auraflux.cache.block_shapes",
     "Cache": "auraflux.cache.cache",
     "CacheSettings": "auraflux.cache.settings",
     "ChannelDeltaShape": "auraflux.cache.recurrent_shapes",
     "CompressedShape": "auraflux.cache.layer_shapes",
     "ConvShape": "auraflux.cache.recurrent_shapes",
+    "HeadBlocksShape": "auraflux.cache.block_shapes",
     "KVSequence": "auraflux.cache.kv_sequence",
     "LatentShape": "auraflux.cache.layer_shapes",
     "Logits": "auraflux.cache.batch",

@@ -61,6 +61,8 @@ FAMILIES = {
     "hunyuan_v1_moe": "hunyuan_v1_moe",
     "kolibri1": "kolibri1",
     "longcat_flash": "longcat_flash",
+    "minimax_m3_vl": "minimax_m3_vl",
+    "minimax_m3_vl_text": "minimax_m3_vl",
     "cohere2_moe": "cohere2_moe",
     "lfm2_moe": "lfm2_moe",
     "ernie4_5_moe": "ernie4_5_moe",

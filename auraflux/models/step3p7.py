@@ -5,23 +5,20 @@ All norms have weights w of (1 + w).
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from auraflux.adapters.linears import add_norm_linears, linear, linears, run_experts
 from auraflux.errors import FormatError
 from auraflux.models import llama, qwen3_moe
 from auraflux.models.attention import Attention, Heads, OutputGate
 from auraflux.models.config import Keys
 from auraflux.models.deepseek_v3 import DENSE, SPARSE
 from auraflux.models.laguna import check_heads
-from auraflux.models.layer import FeedForward, LayerInput, Mixer, PreparedInput, Residual
-from auraflux.models.mixture import Mixture, MixtureConfig, biased_mixture
-from auraflux.models.mlp import MLP, AddedMLP
+from auraflux.models.layer import FeedForward, Mixer
+from auraflux.models.mixture import MixtureConfig, activated_mixture, biased_mixture
+from auraflux.models.mlp import ActivatedMLP, AddedMLP
 from auraflux.models.rotation import RopeSettings, rotations
-from auraflux.ops import Limit, Routing, combine, limited_swiglu, route
+from auraflux.ops import Limit, Routing
 from auraflux.weights.fields import COUNT, EXPERTS, FACTOR, FRACTION, LAYERS, MOST_LAYERS, NAMES, THETA, WIDTH
 from auraflux.weights.formats.untrusted import OBJECT, Kind, either, list_of, number, shown, string
 from auraflux.weights.loader import Weights
@@ -196,47 +193,12 @@ class Model(qwen3_moe.Model):
         if mixture is None or index not in config.sparse:
             if limit is None:
                 return AddedMLP(weights, name, config.hidden, config.inner)
-            return LimitedMLP(weights, name, config.hidden, config.inner, activation(limit))
+            return ActivatedMLP(weights, name, config.hidden, config.inner, activation(limit))
         most = config.limits[index]
         kind = None if most is None else activation(most)
         if limit is None or mixture.shared is None:
             return biased_mixture(weights, name, config.hidden, mixture, BIAS, kind)
-        made = biased_mixture(weights, name, config.hidden, replace(mixture, shared=None), BIAS, kind)
-        beside = LimitedMLP(weights, f"{name}.shared_experts", config.hidden, mixture.shared, activation(limit))
-        return LimitedMixture(**vars(made), beside=beside)
-
-
-class LimitedMLP(MLP):
-    """down(silu(gate x) * up x) with both factors limited."""
-
-    def __init__(self, weights: Weights, name: str, hidden: int, inner: int, limit: Limit):
-        super().__init__(weights, name, hidden, inner)
-        self.limit = limit
-
-    def __call__(self, inputs: LayerInput) -> Residual:
-        """Return the residual stream with the output added, [T, H], and no delta."""
-        total, products = add_norm_linears(*inputs, [self.gate, self.up])
-        return combine(total, self._down(*products)), None
-
-    def output(self, x: Tensor) -> Tensor:
-        """Return the output of normalised inputs: [T, H] -> [T, H]."""
-        return self._down(*linears(x, [self.gate, self.up]))
-
-    def _down(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.join(linear(limited_swiglu(gate, up, self.limit.limit, self.limit.gate), self.down))
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class LimitedMixture(Mixture):
-    """A mixture whose shared expert, `beside`, is limited."""
-
-    beside: LimitedMLP
-
-    def __call__(self, inputs: LayerInput | PreparedInput) -> Residual:
-        """Return the residual stream with the output added, [T, H], and no delta."""
-        h, residual, (scores,) = inputs.scores((self.router,))
-        ids, weights = route(scores, self.routing, self.choice_bias)
-        return combine(residual, run_experts(self.experts, h, ids, weights), self.beside.output(h)), None
+        return activated_mixture(weights, name, config.hidden, mixture, BIAS, kind, activation(limit))
 
 
 def rename(name: str) -> str | None:

@@ -110,6 +110,15 @@ MORE |= {
         "prefix_dense_intermediate_size": 64,
         "first_k_dense_replace": 1,
     },
+    "minimax-m3": {
+        **PLAIN,
+        "model_type": "minimax_m3_vl",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "index_n_heads": 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "kolibri": {**MIXED, "model_type": "kolibri1"},
     "granite": {**PLAIN, "model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite-hybrid": {
