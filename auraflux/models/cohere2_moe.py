@@ -59,8 +59,11 @@ class Config(qwen3_moe.Config):
         turned = rotation(keys, plain.head_width, rope_settings(keys), interleaved=True, by_context=True)
         shared = plain.inner * keys.get("num_shared_experts", SHARED_EXPERTS, 0)
         averaged = shared and keys.get("shared_expert_combination_strategy", NAME, AVERAGE) == AVERAGE
+        dense = keys.get("prefix_dense_intermediate_size", WIDTH, None)
+        if dense is None and len(sparse) < keys.layers:
+            raise keys.missing("prefix_dense_intermediate_size", WIDTH)
         own = {
-            "inner": keys.read("prefix_dense_intermediate_size", WIDTH) if len(sparse) < keys.layers else plain.inner,
+            "inner": dense or plain.inner,
             "rotation": turned,
             "windows": llama.windows_of(keys, kinds),
             "others": dict.fromkeys(_still(keys, kinds, sparse), no_rotation(plain.head_width)),
@@ -104,7 +107,7 @@ def _still(keys: Keys, kinds: tuple[str, ...], sparse: frozenset[int]) -> list[i
 
 
 class Model(qwen3_moe.Model):
-    """Attention beside an MLP or experts."""
+    """Attention and an MLP or experts side by side."""
 
     config: Config
 

@@ -148,13 +148,13 @@ def sparse_layers(keys: Keys) -> tuple[bool, ...]:
 def mixture(keys: Keys, scoring: str = SIGMOID) -> MixtureConfig:
     """The experts of a layer and how they are chosen."""
     inner, (count, chosen) = keys.expert_inner, keys.experts("n_routed_experts", default=0)
-    groups = _groups(keys, scoring)
+    groups, best = _groups(keys, scoring), keys.get("topk_group", COUNT, 1)
     routing = Routing(
         k=chosen,
         scoring=scoring,
         renormalize=keys.get("norm_topk_prob", FLAG, keys.kind != "deepseek_v2"),
         groups=groups,
-        topk_groups=keys.get("topk_group", COUNT, 1) if groups > 1 else 1,
+        topk_groups=best if groups > 1 else 1,
         scale=keys.get("routed_scaling_factor", FACTOR, 1.0),
     )
     return MixtureConfig(count, inner, routing, inner * keys.get("n_shared_experts", SHARED_EXPERTS, 0) or None)
@@ -162,7 +162,8 @@ def mixture(keys: Keys, scoring: str = SIGMOID) -> MixtureConfig:
 
 def _groups(keys: Keys, scoring: str) -> int:
     if keys.kind == "deepseek_v2":
-        return keys.get("n_group", COUNT, 1) if keys.get("topk_method", NAME, GREEDY) == BY_GROUPS else 1
+        found = keys.get("n_group", COUNT, 1)
+        return found if keys.get("topk_method", NAME, GREEDY) == BY_GROUPS else 1
     if scoring == SOFTMAX:
         keys.only("n_group", 1)
     return keys.get("n_group", COUNT, 1)

@@ -17,7 +17,7 @@ from auraflux.models.mixture import Mixture, MixtureConfig
 from auraflux.models.mlp import FusedMLP
 from auraflux.ops import Routing
 from auraflux.weights.experts.load_layer import load_experts
-from auraflux.weights.fields import FACTOR, WIDTH_OR_NONE
+from auraflux.weights.fields import EXPERTS, FACTOR, WIDTH_OR_NONE
 from auraflux.weights.loader import Weights
 
 # names in files -> ours
@@ -49,7 +49,7 @@ class Config(qwen3_moe.Config):
         hybrid, shared = keys.kind == "granitemoehybrid", 0
         if keys.kind != "granitemoe":
             shared = keys.get("shared_intermediate_size", WIDTH_OR_NONE, 1024 if hybrid else 0)
-        if not hybrid or keys.get("num_local_experts", WIDTH_OR_NONE, 8):
+        if not hybrid or keys.get("num_local_experts", EXPERTS, 8):
             count, chosen = keys.experts("num_local_experts")
             experts = MixtureConfig(count, plain.inner, Routing(chosen, "chosen", renormalize=True), shared or None)
         residual = keys.get("residual_multiplier", FACTOR, 1.0)

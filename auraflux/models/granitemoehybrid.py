@@ -13,7 +13,7 @@ from auraflux.models.mlp import FusedMLP
 from auraflux.models.nemotron_h import ATTENTION, KINDS, SCAN, Mamba, Scan, check_step_limit
 from auraflux.models.qwen3_5_moe import TAPS
 from auraflux.models.rotation import no_rotation
-from auraflux.weights.fields import COUNT, HEAD, NAME, WIDTH
+from auraflux.weights.fields import COUNT, HEAD, NAME, WIDTH_OR_NONE
 from auraflux.weights.formats.untrusted import either
 from auraflux.weights.loader import Weights
 
@@ -28,7 +28,7 @@ class Config(granitemoe.Config):
 
     kinds       SCAN or ATTENTION of each layer
     scan_eps    of the norms within Mamba
-    shared      the width of the MLP that every token goes to, beside the experts
+    shared      the width of the MLP that every token goes to
     """
 
     kinds: tuple[str, ...]
@@ -51,7 +51,7 @@ class Config(granitemoe.Config):
             kinds=_kinds(keys),
             scan=_scan(keys),
             scan_eps=keys.eps(1e-6),
-            shared=keys.get("shared_intermediate_size", WIDTH, 1024),
+            shared=_shared(keys),
         )
 
 
@@ -62,10 +62,16 @@ def _kinds(keys: Keys) -> tuple[str, ...]:
     return tuple(KINDS[kind] for kind in keys.layer_types(*MIXERS, key=key))
 
 
+def _shared(keys: Keys) -> int:
+    if (found := keys.get("shared_intermediate_size", WIDTH_OR_NONE, 1024)) < 1:
+        raise FormatError(f"{keys.title} has shared_intermediate_size 0, which is not supported.")
+    return found
+
+
 def _scan(keys: Keys) -> Scan:
     heads, wide = keys.get("mamba_n_heads", COUNT, 128), keys.get("mamba_expand", COUNT, 2) * keys.hidden
-    width = keys.get("mamba_d_head", either(HEAD, NAME), "auto")
-    width = wide // heads if width == "auto" else width
+    given = keys.get("mamba_d_head", either(HEAD, NAME), "auto")
+    width = given if isinstance(given, int) else wide // heads
     found = Scan(heads, width, keys.get("mamba_n_groups", COUNT, 1), keys.get("mamba_d_state", HEAD, 256))
     if found.wide != wide or heads % found.groups:
         raise FormatError(

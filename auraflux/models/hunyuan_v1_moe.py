@@ -1,4 +1,4 @@
-"""Hunyuan 1 mixtures: Llama's attention with norms over rotated queries and keys, and a shared expert beside the experts."""
+"""Hunyuan 1 mixtures: Llama's attention with norms over rotated queries and keys, and a shared expert."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from auraflux.models.mixture import MixtureConfig, biased_mixture
 from auraflux.models.qwen3_moe import Config as QwenConfig
 from auraflux.models.rotation import no_rotation
 from auraflux.ops import Routing, rms_norm
-from auraflux.weights.fields import FACTOR, THETA
+from auraflux.weights.fields import EXPERTS, FACTOR, THETA
 from auraflux.weights.loader import Weights
 
 NAMES = {
@@ -35,7 +35,8 @@ class Config(QwenConfig):
         keys.only("use_cla", False)
         if keys.same("num_shared_expert", 1) != 1:
             raise FormatError(f"{keys.title} has layers without exactly one shared expert, which is not supported.")
-        keys = _with_theta(keys.changed({"num_experts_per_tok": keys.same("moe_topk", 1)}))
+        chosen = keys.same("moe_topk", keys.get("num_experts_per_tok", EXPERTS, 1))
+        keys = _with_theta(keys.changed({"num_experts_per_tok": chosen}))
         plain = llama.Config.from_hf(keys.found)
         count, chosen = keys.experts("num_experts")
         mixture = MixtureConfig(count, plain.inner, Routing(chosen, "softmax", renormalize=True), plain.inner)

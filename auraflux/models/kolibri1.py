@@ -14,7 +14,7 @@ from auraflux.models.mixture import MixtureConfig, biased_mixture
 from auraflux.models.output_norms import NormedMixture
 from auraflux.models.rotation import no_rotation
 from auraflux.ops import Routing, combine, rms_norm, route, weigh_experts
-from auraflux.weights.fields import HEAD, WIDTH
+from auraflux.weights.fields import HEAD, WIDTH, WIDTH_OR_NONE
 from auraflux.weights.formats.untrusted import FLAG
 from auraflux.weights.loader import Weights
 
@@ -34,14 +34,16 @@ class Config(qwen3_moe.Config):
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "Config":
         keys = Keys(config)
+        keys.get("intermediate_size", WIDTH, None)
         # all of its layers are mixtures
         changes = {"intermediate_size": keys.expert_inner, "head_dim": keys.get("head_dim", HEAD, 128)}
         plain = llama.Config.from_hf(keys.changed(changes).found)
         kinds = llama.listed_kinds(keys, FULL_EVERY)
         still = no_rotation(plain.head_width)
-        count, chosen = keys.experts("num_experts")
+        # transformers writes the second name
+        count, chosen = keys.experts("num_experts" if "num_experts" in keys else "num_local_experts")
         routing = Routing(chosen, "sigmoid", renormalize=keys.get("norm_topk_prob", FLAG, False))
-        shared = keys.get("shared_expert_intermediate_size", WIDTH, 512)
+        shared = keys.get("shared_expert_intermediate_size", WIDTH_OR_NONE, 512) or None
         own = {
             "windows": llama.windows_of(keys, kinds),
             "others": {index: still for index, kind in enumerate(kinds) if kind == llama.FULL},

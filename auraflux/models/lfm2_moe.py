@@ -54,7 +54,7 @@ class Config(qwen3_moe.Config):
     def from_hf(cls, config: dict[str, Any]) -> "Config":
         keys = Keys(config)
         usual = {
-            "rms_norm_eps": keys.get("norm_eps", EPS, 1e-5),
+            "rms_norm_eps": keys.get("norm_eps", EPS, keys.get("rms_norm_eps", EPS, 1e-5)),
             "rope_theta": keys.theta(1e6),
             "tie_word_embeddings": keys.get("tie_embedding", FLAG, keys.tied(True)),
         }

@@ -1,4 +1,4 @@
-"""LongCat-Flash: two blocks of latent attention and an MLP per layer, and experts between them, beside the second block.
+"""LongCat-Flash: two blocks of latent attention and an MLP per layer, and experts that run next to the second block.
 
 The experts read the input of the first MLP; their output joins the residual stream after the second. A layer here is one block.
 A token has two streams between layers, [T, 2, H]: the residual stream, and the output of experts on its way. Some experts are
@@ -58,23 +58,30 @@ class Config(deepseek_v3.Config):
         keys = Keys(config, ALIASES)
         for key, accepted in ONLY.items():
             keys.only(key, accepted)
-        blocks = 2 * keys.read("num_layers", LAYER_COUNT)
+        keys.only("num_hidden_layers", blocks := 2 * keys.read("num_layers", LAYER_COUNT))
         keys.read("q_lora_rank", WIDTH)
-        keys = keys.changed({"num_hidden_layers": blocks, "num_experts_per_tok": keys.same("moe_topk", 12)})
+        count, zero = keys.read("n_routed_experts", EXPERTS), keys.get("zero_expert_num", EXPERTS, 256)
+        chosen = {
+            "num_experts_per_tok": keys.same("moe_topk", keys.get("num_experts_per_tok", EXPERTS, 12)),
+            "n_routed_experts": count + zero,
+        }
+        keys = keys.changed({"num_hidden_layers": blocks, **chosen})
         base = deepseek_v3.read_config(keys)
-        widths, zero = base.widths, keys.get("zero_expert_num", EXPERTS, 256)
+        widths = base.widths
         keys.only("qk_head_dim", widths.nope + widths.rope)
         assert widths.query is not None
         scale = keys.get("routed_scaling_factor", FACTOR, 6.0)
         routing = Routing(base.mixture.routing.k, deepseek_v3.SOFTMAX, renormalize=False, scale=scale)
         changed = replace(
-            base, scale=base.scale * (base.hidden / widths.query) ** 0.5, mixture=replace(base.mixture, routing=routing)
+            base,
+            scale=base.scale * (base.hidden / widths.query) ** 0.5,
+            mixture=replace(base.mixture, count=count, routing=routing),
         )
         return cls(**vars(changed), zero=zero, latent_scale=(base.hidden / widths.latent) ** 0.5)
 
 
 class Model(deepseek_v3.Model):
-    """DeepSeek V3's attention and MLPs, with experts beside every second layer."""
+    """DeepSeek V3's attention and MLPs, with experts next to every second layer."""
 
     config: Config
 

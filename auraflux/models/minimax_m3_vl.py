@@ -19,7 +19,7 @@ from auraflux.models.mixture import MixtureConfig, activated_mixture
 from auraflux.models.mlp import ActivatedMLP
 from auraflux.models.rotation import rope_settings, rotated_share, rotation
 from auraflux.ops import Clamp, Routing, rms_norm
-from auraflux.weights.fields import COUNT, FACTOR, HEAD, LAYERS, MOST_LAYERS, TOKEN_COUNT, WIDTH
+from auraflux.weights.fields import COUNT, FACTOR, HEAD, LAYERS, MOST_LAYERS, TOKEN_COUNT, WIDTH, WIDTH_OR_NONE
 from auraflux.weights.formats.untrusted import integer, list_of
 from auraflux.weights.loader import Weights
 
@@ -72,13 +72,19 @@ class Config(qwen3_moe.Config):
         }
         return cls(
             **vars(plain) | own,
-            mixture=MixtureConfig(count, plain.inner, routing, keys.get("shared_intermediate_size", WIDTH, 3072)),
+            mixture=MixtureConfig(count, plain.inner, routing, _shared(keys)),
             sparse=_sparse(keys),
             home="mlp",
             selects=_selects(keys),
             index=index,
             activation=Clamp(keys.get("swiglu_alpha", FACTOR, 1.702), keys.get("swiglu_limit", FACTOR, 7.0), bare=True),
         )
+
+
+def _shared(keys: Keys) -> int:
+    if (found := keys.get("shared_intermediate_size", WIDTH_OR_NONE, 3072)) < 1:
+        raise FormatError(f"{keys.title} has shared_intermediate_size 0, which is not supported.")
+    return found
 
 
 def _index(keys: Keys, kv_heads: int) -> Index:

@@ -88,25 +88,26 @@ class LatentMixture(Mixture):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class MixtureBeside(Mixture):
-    """A mixture with a shared expert, `beside`, that has the experts' activation."""
+class ActivatedMixture(Mixture):
+    """A mixture whose shared expert, `always`, has an activation of its own."""
 
-    beside: ActivatedMLP
+    always: ActivatedMLP
 
     def __call__(self, inputs: LayerInput | PreparedInput) -> Residual:
         """Return the residual stream with the output added, [T, H], and no delta."""
         h, residual, (scores,) = inputs.scores((self.router,))
         ids, weights = route(scores, self.routing, self.choice_bias)
-        return combine(residual, run_experts(self.experts, h, ids, weights), self.beside.output(h)), None
+        return combine(residual, run_experts(self.experts, h, ids, weights), self.always.output(h)), None
 
 
 def activated_mixture(
-    weights: Weights, name: str, hidden: int, config: MixtureConfig, bias: str, own: Activation | None, beside: Clamp | Limit
+    weights: Weights, name: str, hidden: int, config: MixtureConfig, bias: str, own: Activation | None, other: Clamp | Limit
 ) -> Mixture:
-    """Make a mixture as `biased_mixture` does, with the experts' own activation and another beside, of the shared expert."""
+    """Make a mixture as `biased_mixture` does, with the experts' own activation and another of the shared expert."""
     assert config.shared is not None
     made = biased_mixture(weights, name, hidden, replace(config, shared=None), bias, own)
-    return MixtureBeside(**vars(made), beside=ActivatedMLP(weights, f"{name}.shared_experts", hidden, config.shared, beside))
+    always = ActivatedMLP(weights, f"{name}.shared_experts", hidden, config.shared, other)
+    return ActivatedMixture(**vars(made), always=always)
 
 
 def biased_mixture(

@@ -70,7 +70,8 @@ class Config(qwen3_moe.Config):
         found.only("use_bidirectional_attention", False)
         extra = found.get("num_nextn_predict_layers", LAYERS, 0)
         keys = _without_mtp(_renamed(found), extra)
-        keys = keys.changed({"rope_parameters": _rope(keys), "rope_theta": None, "rope_scaling": None})
+        if not _has_rope_by_kind(keys):
+            keys = keys.changed({"rope_parameters": _rope(keys), "rope_theta": None, "rope_scaling": None})
         plain, kinds = llama.Config.from_hf(keys.found), _kinds(keys)
         counts = _head_counts(keys, kinds, plain.heads)
         check_heads(keys, counts, plain.kv_heads)
@@ -110,11 +111,13 @@ def _without_mtp(keys: Keys, extra: int) -> Keys:
     return keys.changed({name: each[: keys.layers] for name, each in lists.items()})
 
 
+def _has_rope_by_kind(keys: Keys) -> bool:
+    return any(kind in keys.section("rope_parameters") for kind in (llama.SLIDING, llama.FULL))
+
+
 def _rope(keys: Keys) -> dict[str, Any]:
-    """Return the rotation of each kind of layer; published files have a base and a share by layer."""
-    kinds, given = _kinds(keys), keys.get("rope_parameters", OBJECT, {})
-    if all(isinstance(given.get(kind), dict) for kind in kinds):
-        return {kind: given[kind] for kind in kinds}
+    """Return the rotation of each kind of layer of a published file, which has a base and a share by layer."""
+    kinds = _kinds(keys)
     theta = keys.get("rope_theta", THETAS, 10000.0)
     if isinstance(theta, list) and len(theta) < keys.layers:
         raise FormatError(f"{keys.title} lists {len(theta)} rope_theta for num_hidden_layers {keys.layers}.")
@@ -184,7 +187,7 @@ class Model(qwen3_moe.Model):
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         config = self.config
         heads = Heads(config.head_counts[index], config.kv_heads, config.head_width)
-        rotation, options = config.rotation_of(index).to(weights.device), {"scale": config.scale, "shift": self.shift}
+        rotation, options = config.rotation_of(index).to(weights.device), dict[str, Any](scale=config.scale, shift=self.shift)
         return Attention(weights, f"{name}.self_attn", config.hidden, heads, rotation, config.eps, gate=GATE, **options)
 
     def make_mlp(self, weights: Weights, name: str, index: int) -> FeedForward:

@@ -131,7 +131,7 @@ RELATIVES: dict[str, Any] = {
     "mistral4": mistral4,
     "deepseek_v2": deepseek_v2,
     "deepseek_v2-greedy": lambda: deepseek_v2(
-        topk_method="greedy", q_lora_rank=None, num_attention_heads=3, num_key_value_heads=3, moe_intermediate_size=60
+        topk_method="greedy", q_lora_rank=None, num_attention_heads=2, num_key_value_heads=2, moe_intermediate_size=60
     ),
     "deepseek_v2-yarn": lambda: deepseek_v2(rope_parameters={**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}, n_group=2),
     "axk1": axk1,

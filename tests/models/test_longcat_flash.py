@@ -48,7 +48,7 @@ def longcat(**changes: Any) -> Any:
 
 VARIANTS = {
     "longcat": longcat,
-    "longcat-odd": lambda: longcat(num_attention_heads=3, v_head_dim=20, expert_ffn_hidden_size=60, moe_topk=1, num_layers=1),
+    "longcat-odd": lambda: longcat(num_attention_heads=3, v_head_dim=20, expert_ffn_hidden_size=60, moe_topk=2, num_layers=1),
     "longcat-mostly-zero": lambda: longcat(n_routed_experts=2, zero_expert_num=9, attention_bias=True),
     "longcat-no-zero": lambda: longcat(zero_expert_num=0, rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}),
 }

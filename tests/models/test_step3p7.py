@@ -13,7 +13,7 @@ from auraflux.ops import limited_swiglu
 from tests.models.oracles import check_family, error, logits, save, tokens, transformers_logits
 from tests.models.test_afmoe import SHARED
 from tests.models.test_deepseek_v3 import sharpen_routers
-from tests.models.test_qwen3_moe import check_layouts, scale_embeddings
+from tests.models.test_qwen3_moe import scale_embeddings
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 KINDS = [FULL, SLIDING, SLIDING, FULL, SLIDING]
@@ -37,7 +37,7 @@ VISION = {"width": 24, "heads": 2, "layers": 1, "image_size": 28, "patch_size": 
 
 def step(**changes: Any) -> Any:
     torch.manual_seed(0)
-    text = SHARED | SIZES | {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1} | changes
+    text = SHARED | SIZES | {"bos_token_id": 0, "eos_token_id": 1} | changes
     model = Step3p7ForConditionalGeneration(Step3p7Config(text_config=text, vision_config=VISION, image_token_id=258))
     return scale_embeddings(sharpen_routers(model))
 
@@ -45,7 +45,7 @@ def step(**changes: Any) -> Any:
 VARIANTS = {
     "step": step,
     "step-odd": lambda: step(
-        head_dim=18, num_attention_heads=3, num_sliding_attention_heads=5, num_key_value_heads=1, query_pre_attn_scalar=30
+        head_dim=20, num_attention_heads=3, num_sliding_attention_heads=5, num_key_value_heads=1, query_pre_attn_scalar=30
     ),
     "step-limited": lambda: step(**LIMITS, mlp_layer_types=["dense", "sparse", "sparse", "sparse", "sparse"]),
     "step-biased": lambda: step(attention_bias=True, num_experts_per_tok=1, share_expert_dim=60),
@@ -56,11 +56,6 @@ VARIANTS = {
 def test_logits_match_transformers(variant: str, tmp_path: Path):
     model = VARIANTS[variant]()
     check_family(model, save(model, tmp_path))
-
-
-def test_every_expert_layout_gives_the_same_logits(tmp_path: Path):
-    model = step()
-    check_layouts(model, save(model, tmp_path))
 
 
 def test_published_configs_list_layers_and_mtp_layers(tmp_path: Path):

@@ -101,7 +101,7 @@ def _block_scores(q: Tensor, keys: Tensor, positions: Tensor, size: int, local: 
 def _best(scores: Tensor, positions: Tensor, size: int, room: int) -> tuple[Tensor, Tensor]:
     """Return the best blocks of each token in order, -1 after the last, [H, n, room], and the positions visible in them."""
     blocks = scores.shape[-1]
-    values, order = scores.sort(-1, descending=True, stable=True)
+    values, order = scores.sort(dim=-1, descending=True, stable=True)
     taken = values[..., :room] > -torch.inf
     order = torch.where(taken, order[..., :room], blocks).sort(-1).values
     count = taken.sum(-1)

@@ -1,5 +1,7 @@
 """Short convolution of a delta layer's inputs, four taps and SiLU, in Triton."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -7,6 +9,15 @@ from torch import Tensor
 from auraflux.ops.gpu.blocks.elementwise import silu
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv
+
+
+class Tile(NamedTuple):
+    """Compile-time settings of `_tile_kernel`: its sizes, steps of the search for a sequence, and whether SiLU is left out."""
+
+    tokens: int
+    channels: int
+    steps: int
+    plain: bool
 
 
 @triton.jit
@@ -53,20 +64,19 @@ def _input(x, state, b, age, token, start, column, inside, channels):
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens"])
-def _tile_kernel(
-    x, state, weight, bias, starts, out, sequences, tokens, channels, STEPS: tl.constexpr, PLAIN: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+def _tile_kernel(x, state, weight, bias, starts, out, sequences, tokens, channels, TILE: tl.constexpr):
+    BT: tl.constexpr = TILE.tokens
+    BC: tl.constexpr = TILE.channels
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = (token < tokens)[:, None] & (column < channels)[None, :]
-    b = _sequence_of(token, starts, sequences, STEPS)
+    b = _sequence_of(token, starts, sequences, TILE.steps)
     start = tl.load(starts + b)
     x0 = _input(x, state, b, 3, token, start, column, inside, channels)
     x1 = _input(x, state, b, 2, token, start, column, inside, channels)
     x2 = _input(x, state, b, 1, token, start, column, inside, channels)
     x3 = _input(x, state, b, 0, token, start, column, inside, channels)
-    y = _convolve(x0, x1, x2, x3, weight, bias, column[None, :], (column < channels)[None, :], channels, PLAIN)
+    y = _convolve(x0, x1, x2, x3, weight, bias, column[None, :], (column < channels)[None, :], channels, TILE.plain)
     where = token.to(tl.int64)[:, None] * channels + column[None, :]
     tl.store(out + where, y.to(out.dtype.element_ty), mask=inside)
 
@@ -112,6 +122,6 @@ def convolve_tiles(
     (tokens, channels), batch = x.shape, len(state)
     grid = (cdiv(tokens, 16), cdiv(channels, 128))
     steps = (batch - 1).bit_length()
-    sizes = batch, tokens, channels, steps, plain, 16, 128
-    launch(_tile_kernel, grid)(x, state, weight, bias, starts, out, *sizes, num_warps=4)
+    tile = Tile(16, 128, steps, plain)
+    launch(_tile_kernel, grid)(x, state, weight, bias, starts, out, batch, tokens, channels, tile, num_warps=4)
     launch(_state_kernel, (batch, cdiv(channels, 256)))(x, state, starts, tokens, channels, 256, num_warps=4)
