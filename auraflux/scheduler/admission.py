@@ -25,6 +25,10 @@ class Counts:
     hit_tokens: int = 0
     preemptions: int = 0
 
+    def reset(self) -> None:
+        """Start again at zero."""
+        self.queried_tokens = self.hit_tokens = self.preemptions = 0
+
 
 class Admission:
     """Chooses among queued sequences.
@@ -32,9 +36,9 @@ class Admission:
     running  the running sequences, which the scheduler changes
     """
 
-    def __init__(self, engine: Engine, prefix_cache: PrefixCache, running: list[Sequence], max_sequences: int):
-        self.engine, self.prefix_cache, self.running, self.max_sequences = engine, prefix_cache, running, max_sequences
-        self.counts = Counts()
+    def __init__(self, engine: Engine, prefix_cache: PrefixCache, counts: Counts, running: list[Sequence], max_sequences: int):
+        self.engine, self.prefix_cache, self.counts = engine, prefix_cache, counts
+        self.running, self.max_sequences = running, max_sequences
 
     @property
     def full(self) -> bool:

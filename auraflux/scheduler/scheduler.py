@@ -65,7 +65,8 @@ class Scheduler:
         self.prefix_cache = PrefixCache(engine.cache, disk)
         self._queue = FairQueue(max_queue)
         self._running: list[Sequence] = []
-        self._admission = Admission(engine, self.prefix_cache, self._running, max_sequences)
+        self.counts = Counts()
+        self._admission = Admission(engine, self.prefix_cache, self.counts, self._running, max_sequences)
         self._prefill = PrefillRunner(engine, self.prefix_cache, target_itl_s)
         self._decode = DecodeRunner(engine, self._prefill.publish)
         # whether the prefill of the next step has run already
@@ -82,11 +83,6 @@ class Scheduler:
     def queued(self) -> int:
         """Number of queued sequences."""
         return len(self._queue)
-
-    @property
-    def counts(self) -> Counts:
-        """Totals since the start."""
-        return self._admission.counts
 
     @property
     def idle(self) -> bool:
