@@ -51,7 +51,7 @@ PUBLISHED = {
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), GEMMA4),
 }
 # families whose templates are published with the weights only; any template renders as transformers renders it
-UNPUBLISHED = {"afmoe", "axk1", "exaone_moe", "laguna", "mellum", "mimo_v2_flash", "muse_glimmer_text"}
+UNPUBLISHED = {"afmoe", "axk1", "exaone_moe", "laguna", "mellum", "mimo_v2_flash", "muse_glimmer", "muse_glimmer_text"}
 VOCABULARIES = ("qwen35", "qwen2", "gemma-4", "llama-bpe", "llama-spm", "gpt-2")
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "description": "Ort"}}, "required": ["city"]}
