@@ -80,7 +80,11 @@ def test_published_configs_have_a_section(tmp_path: Path):
     text["sparse_attention_config"] = {**sizes, "sparse_local_block": 1, "sparse_attention_freq": [0, 1, 1, 0]}
     path.write_text(json.dumps(config | {"text_config": text}))
     ids = tokens(model, 90)
-    assert error(logits(tmp_path, ids), transformers_logits(model, ids)) < 1e-5
+    expected = transformers_logits(model, ids)
+    assert error(logits(tmp_path, ids), expected) < 1e-5
+    # the text model alone
+    path.write_text(json.dumps({**text, "model_type": "minimax_m3_vl_text"}))
+    assert error(logits(tmp_path, ids), expected) < 1e-5
 
 
 def test_index_heads_that_do_not_divide_are_refused():

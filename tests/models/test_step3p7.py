@@ -83,9 +83,12 @@ def test_published_configs_list_layers_and_mtp_layers(tmp_path: Path):
     }
     path.write_text(json.dumps(config))
     ids = tokens(model, 60)
-    assert error(logits(tmp_path, ids), transformers_logits(model, ids)) < 1e-5
+    expected = transformers_logits(model, ids)
+    assert error(logits(tmp_path, ids), expected) < 1e-5
+    # the text model alone
     path.write_text(json.dumps({**text, "model_type": "step3p5"}))
     assert Config.from_hf(json.loads(path.read_text())).sparse == {1, 2, 4}
+    assert error(logits(tmp_path, ids), expected) < 1e-5
 
 
 @pytest.mark.parametrize("limit", [0.01, 1.0, 7.0, 16.0])
