@@ -1,6 +1,6 @@
 """`python -m auraflux` is the same as the command `auraflux`."""
 
-from auraflux.interrupt import leave_when_interrupted, repeat_lost_interrupts
+from auraflux.interrupt import INTERRUPTED, exit_interrupted, leave_when_interrupted, repeat_lost_interrupts
 
 
 def run() -> None:
@@ -11,8 +11,11 @@ def run() -> None:
 
     try:
         main(prog_name="auraflux")
-    finally:
+    except SystemExit as err:
         leave_when_interrupted()
+        if err.code == INTERRUPTED:
+            exit_interrupted()
+        raise
 
 
 if __name__ == "__main__":

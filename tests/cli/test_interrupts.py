@@ -55,6 +55,26 @@ def test_an_interrupt_that_an_extension_module_turned_into_an_error(monkeypatch:
     assert (done.exit_code, done.stderr) == (130, "Interrupted.\n")
 
 
+def test_an_import_is_not_interrupted(tmp_path: Path):
+    """A module that is cut short stays behind broken, and may drop the interrupt."""
+    code = """
+import time
+from auraflux.interrupt import leave_when_interrupted, raise_when_interrupted
+leave_when_interrupted()
+raise_when_interrupted()
+try:
+    import hasty
+    time.sleep(60)
+except KeyboardInterrupt:
+    print(hasty.whole)
+"""
+    hasty = "import os, signal, time\nwhole = False\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.1)\nwhole = True\n"
+    (tmp_path / "hasty.py").write_text(hasty)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
 def test_other_errors_are_no_interrupts():
     try:
         try:
