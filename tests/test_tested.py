@@ -15,13 +15,14 @@ SAMPLE_TESTS = """
 from types import SimpleNamespace
 import pytest, torch
 from auraflux.weights.loader import Weights
+from auraflux.weights.mismatches import Mismatches
 from tests.tested import external_oracle
 
 def load(family):
     checkpoint = SimpleNamespace(form="hf", experts=None, quantization={}, method=None, config={"model_type": family})
     weights = object.__new__(Weights)
     weights.checkpoint, weights.bits, weights.device = checkpoint, None, torch.device("cpu")
-    weights._stored, weights._unloaded, weights._missing, weights._mismatched = {}, set(), [], []
+    weights._stored, weights._unloaded, weights._mismatches = {}, set(), Mismatches("sample")
     weights.check_loaded()
 
 @external_oracle("somebody")

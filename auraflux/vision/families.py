@@ -17,7 +17,7 @@ from auraflux.vision.processor import ImageProcessor
 from auraflux.vision.prompt_images import BothWays, PromptImages
 from auraflux.vision.settings import ImageSettings
 from auraflux.vision.span import ImageSpan
-from auraflux.vision.towers import gemma3, gemma4, pixtral, qwen
+from auraflux.vision.towers import gemma3, gemma4, kimi, pixtral, qwen
 from auraflux.vision.towers.layers import Loader
 from auraflux.weights.fields import Fields
 from auraflux.weights.formats.model_files import check_gguf, find_projectors
@@ -31,6 +31,7 @@ FAMILIES: dict[str, ModuleType] = {
     "mistral3": pixtral,
     "gemma3": gemma3,
     "gemma4": gemma4,
+    "kimi_k25": kimi,
 }
 CPU_PIXELS = 1 << 20  # of an image on a CPU, where a tower takes about a second per 100,000
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.quant import QTensor
-from auraflux.vision.projectors import EDGE, PROJECTORS, Projector, TokenID, TowerMetadata
+from auraflux.vision.projectors import EDGE, PROJECTORS, SIDE, Projector, TokenID, TowerMetadata
 from auraflux.weights.experts.packed_files import ExpertFiles
 from auraflux.weights.experts.row_table import TablePart
 from auraflux.weights.fields import NAME, WIDTH, ConfigFile, Fields
@@ -81,6 +81,8 @@ class MMProjFile:
             settings["size"] = {"height": edge, "width": edge}
         if self.kind == "pixtral":
             settings["size"] = {"longest_edge": edge}
+        if self.kind == "kimik25" and settings["max_pixels"] is not None:
+            settings["max_patches"] = settings["max_pixels"] // self._metadata.read("patch_size", SIDE) ** 2
         return settings
 
     @property
@@ -111,7 +113,15 @@ class MMProjFile:
         if self.kind == "pixtral" and name.endswith(("q_proj.weight", "k_proj.weight")):
             # llama.cpp rotates adjacent channels, the tower those of the two halves of a head
             return made.view(self._metadata.heads, -1, 2, made.shape[1]).transpose(1, 2).reshape(made.shape)
+        if ".wqkv." in name:
+            return self._interleaved(made)
         return made - 1 if name.endswith("mm_soft_emb_norm.weight") else made.view(self.shape(name))
+
+    def _interleaved(self, made: Tensor) -> Tensor:
+        """Return queries, keys and values with the channels of rows among those of columns, which llama.cpp takes apart."""
+        *turned, values = made.chunk(3)
+        turned = [each.unflatten(0, (self._metadata.heads, 2, -1, 2)).transpose(1, 2).flatten(0, 3) for each in turned]
+        return torch.cat([*turned, values])
 
     def load_one(self, name: str, index: int) -> Stored:
         return self._dense(self._names[name])[index]

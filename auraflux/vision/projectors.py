@@ -156,6 +156,19 @@ def _pixtral(meta: TowerMetadata, token_id: TokenID) -> tuple[dict[str, Any], di
     return vision, outer
 
 
+def _kimi(meta: TowerMetadata, token_id: TokenID) -> tuple[dict[str, Any], dict[str, Any]]:
+    rows, columns, _ = meta.shape("v.position_embd.weight")
+    merge = meta.get("projector.scale_factor", SIDE, 2)
+    vision = {
+        **meta.sizes,
+        "pos_emb_height": rows,
+        "pos_emb_width": columns,
+        "merge_kernel_size": [merge, merge],
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+    return vision, {"image_token_id": _token(token_id, "<|media_pad|>"), "projection_layer_norm_eps": meta.eps}
+
+
 SIGLIP = "vision_tower.vision_model."
 PROJECTORS = {
     "qwen3vl_merger": Projector(
@@ -238,5 +251,19 @@ PROJECTORS = {
             "mm.2": "multi_modal_projector.linear_2",
         },
         _pixtral,
+    ),
+    "kimik25": Projector(
+        {"deepseek_v3": "kimi_k25"},
+        "vision_tower.encoder.blocks.",
+        {"ln1": "norm0", "ln2": "norm1", "attn_qkv": "wqkv", "attn_out": "wo", "ffn_up": "mlp.fc0", "ffn_down": "mlp.fc1"},
+        {
+            "v.patch_embd": "vision_tower.patch_embed.proj",
+            "v.position_embd": "vision_tower.patch_embed.pos_emb",
+            "v.post_ln": "vision_tower.encoder.final_layernorm",
+            "mm.input_norm": "mm_projector.pre_norm",
+            "mm.1": "mm_projector.proj.0",
+            "mm.2": "mm_projector.proj.2",
+        },
+        _kimi,
     ),
 }

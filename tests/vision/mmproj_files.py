@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.weights.formats.gguf_files import add_tensor, permuted
 
-TYPES = {"qwen3_5": "qwen3vl_merger", "gemma3": "gemma3", "gemma4": "gemma4v", "mistral3": "pixtral"}
+TYPES = {"qwen3_5": "qwen3vl_merger", "gemma3": "gemma3", "gemma4": "gemma4v", "mistral3": "pixtral", "kimi_k25": "kimik25"}
 SUFFIXES = ".weight", ".bias", ".input_max", ".input_min", ".output_max", ".output_min"
 
 
@@ -30,7 +30,7 @@ def write_mmproj(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -
         "feed_forward_length": vision["intermediate_size"],
         "block_count": depth,
         "attention.head_count": vision.get("num_heads", vision.get("num_attention_heads")),
-        "attention.layer_norm_epsilon": 1e-5 if projector == "pixtral" else 1e-6,
+        "attention.layer_norm_epsilon": 1e-5 if projector in ("pixtral", "kimik25") else 1e-6,
         "patch_size": vision["patch_size"],
         "image_size": vision.get("image_size", 224),
         "projection_dim": config["text_config"]["hidden_size"],
@@ -66,7 +66,8 @@ def _renamed(name: str, names: Any) -> str:
 
 def _tensors(folder: Path, projector: str, heads: int) -> dict[str, np.ndarray]:
     found = {name: tensor.float().numpy() for name, tensor in load_file(folder / "model.safetensors").items()}
-    return {"qwen3vl_merger": _qwen, "gemma3": _gemma3, "gemma4v": _gemma4, "pixtral": _pixtral}[projector](found, heads)
+    made = {"qwen3vl_merger": _qwen, "gemma3": _gemma3, "gemma4v": _gemma4, "pixtral": _pixtral, "kimik25": _kimi}
+    return made[projector](found, heads)
 
 
 def _qwen(found: dict[str, np.ndarray], heads: int) -> dict[str, np.ndarray]:
@@ -126,4 +127,18 @@ def _pixtral(found: dict[str, np.ndarray], heads: int) -> dict[str, np.ndarray]:
             array = permuted(array, heads)
         made[short] = array
     made["v.token_embd.img_break"] = next(array for name, array in found.items() if "embed_tokens" in name)[101]
+    return made
+
+
+def _kimi(found: dict[str, np.ndarray], heads: int) -> dict[str, np.ndarray]:
+    made = {}
+    for name, array in found.items():
+        short = name.removeprefix("model.").replace("encoder.patch_embed", "patch_embed")
+        if not short.startswith(("vision_tower.", "mm_projector.")):
+            continue
+        if ".wqkv." in short:
+            # rows and columns turn alternate pairs; afterwards the pairs of columns come first
+            apart = [each.reshape(heads, -1, 2, 2, *array.shape[1:]).swapaxes(1, 2) for each in np.split(array, 3)[:2]]
+            array = np.concatenate([*(each.reshape(-1, *array.shape[1:]) for each in apart), np.split(array, 3)[2]])
+        made[short.replace("proj.0.", "proj.linear_1.").replace("proj.2.", "proj.linear_2.")] = array
     return made

@@ -20,6 +20,7 @@ from auraflux.vision.processor import place_images
 from auraflux.weights.formats.checkpoint import open_checkpoint
 from tests.models.oracles import error, loaded, save
 from tests.tested import external_oracle
+from tests.vision.greedy import COUNT, greedy_tokens
 from tests.vision.qwen_models import picture
 from tests.vision.test_qwen import step_logits
 
@@ -117,3 +118,15 @@ def test_logits(made):
     engine = Engine(source.model, source.shapes, CacheSettings("none"), context=512, chunk=512, exact=True)
     for chunks in ([], [spans[0].start + 3, 1], [spans[0].stop]):
         assert error(step_logits(engine, vision, ids, spans, chunks), wanted) < 1e-5
+
+
+def test_greedy_tokens_are_those_of_transformers(made):
+    model, path, vision = made
+    images = [picture(60, 33), picture(20, 50, seed=2)]
+    ids, spans = place_images(
+        [1, 5, IMAGE, 7, 8, IMAGE, 3, 9, 4], [vision.processor.prepare(image) for image in images], vision.processor
+    )
+    found = PixtralImageProcessorPil(**PREPROCESSOR)(images, return_tensors="pt")
+    options = {"max_new_tokens": COUNT, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    wanted = model.generate(torch.tensor([ids]), **found, **options)[0, len(ids) :].tolist()
+    assert greedy_tokens(path, vision, ids, spans) == wanted

@@ -226,7 +226,7 @@ def _llama_cpp(loaded: "LanguageModel", context: int) -> list[Any]:
     try:
         return [LlamaCpp(loaded.path, context, threads())]
     except ImportError:
-        click.echo("note: llama-cpp-python is not installed, so there is nothing to compare with.", err=True)
+        click.echo("note: the package xllamacpp (llama.cpp) is not installed, so there is nothing to compare with.", err=True)
         return []
 
 

@@ -30,11 +30,11 @@ class Tower(Protocol):
         """Encode an image; yield after every layer, and the embeddings [N, H] last."""
 
 
-def read_heads(vision: Fields, key: str) -> tuple[int, int]:
+def read_heads(vision: Fields, key: str, size: str = "hidden_size") -> tuple[int, int]:
     """Return the width of a tower and its number of attention heads, whose name in the config is given."""
-    width, heads = vision.read("hidden_size", WIDTH), vision.read(key, COUNT)
+    width, heads = vision.read(size, WIDTH), vision.read(key, COUNT)
     if width % heads or (width // heads) % 4:
-        raise FormatError(f"{vision.title} has {heads} heads for a hidden_size of {width}; 2D RoPE needs multiples of 4.")
+        raise FormatError(f"{vision.title} has {heads} heads for a {size} of {width}; 2D RoPE needs multiples of 4.")
     return width, heads
 
 
