@@ -40,16 +40,20 @@ def _replace(old: tuple[Any, ...], new: Any) -> None:
 
 def _leave(*_: Any) -> None:
     with contextlib.suppress(OSError):
-        # Ctrl-C of a terminal leaves "^C" in the line
-        os.write(2, b"\nInterrupted.\n" if os.isatty(2) else b"Interrupted.\n")
+        # Ctrl-C of a terminal leaves "^C" in the line, and a progress bar hides the cursor
+        os.write(2, b"\x1b[?25h\nInterrupted.\n" if os.isatty(2) else b"Interrupted.\n")
     os._exit(INTERRUPTED)
+
+
+def _imports_torch() -> bool:
+    """Tell whether torch is being imported, which takes seconds; no command has written anything before."""
+    return bool(getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     while frame is not None:
         if frame.f_code.co_filename.startswith(IMPORTS):
-            _repeat()
-            return
+            return _leave() if _imports_torch() else _repeat()
         frame = frame.f_back
     raise KeyboardInterrupt
 
@@ -88,7 +92,7 @@ def is_interrupt(err: BaseException | None) -> bool:
 def exit_interrupted() -> NoReturn:
     """Exit with code 130.
 
-    After an interrupt within `exec`, as dataclasses use it, Python would end by SIGINT instead, whatever the code of SystemExit.
+    After an interrupt within `exec`, as dataclasses use it, Python would end by SIGINT, whatever the code of SystemExit.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

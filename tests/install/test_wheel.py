@@ -22,7 +22,8 @@ import json, sys, auraflux, auraflux.cli, auraflux.ops, auraflux.loading.load, a
 from auraflux.bench.shapes import shape_of
 from auraflux.eval.text import read_files
 files = {getattr(module, "__file__", None) for name, module in sys.modules.items() if name.partition(".")[0] == "auraflux"}
-print(json.dumps({"files": sorted(filter(None, files)), "texts": len(read_files([])), "layers": shape_of("llama-8b")["num_hidden_layers"]}))
+layers = shape_of("llama-8b")["num_hidden_layers"]
+print(json.dumps({"files": sorted(filter(None, files)), "texts": len(read_files([])), "layers": layers}))
 """
 
 
