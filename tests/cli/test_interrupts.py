@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import subprocess
 import sys
 import time
@@ -41,7 +42,11 @@ def interrupted_at_import(module: str, *words: Any) -> subprocess.CompletedProce
 def test_an_interrupt_while_modules_are_imported(module: str):
     done = interrupted_at_import(module, "generate", tiny(), "-p", "a", "-n", "2", "--device", "cpu")
     said = done.stderr.removeprefix("note: kernels are compiled for this processor on first use, which takes some seconds.\n")
-    assert (done.returncode, done.stdout, said) == (130, "", "Interrupted.\n")
+    assert (done.returncode, done.stdout) == (130, "")
+    # outside of torch's import it waits for the end of imports, and may hit what follows
+    assert re.fullmatch(
+        r"Interrupted\.\n" if module != "safetensors" else r"Interrupted\.\n|prompt .*\(interrupted\).*\n", said
+    )
 
 
 def test_an_interrupt_that_an_extension_module_turned_into_an_error(monkeypatch: pytest.MonkeyPatch):
