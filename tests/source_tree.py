@@ -1,6 +1,7 @@
 """Read the package's source: modules, imports, functions and docstrings, as syntax trees."""
 
 import ast
+import gc
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -23,7 +24,12 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 @cache
 def nodes(path: Path) -> list[ast.AST]:
     """List all nodes of a module's syntax tree, the module first."""
-    return list(ast.walk(ast.parse(path.read_text())))
+    # looking for garbage among a million nodes would take half of the time
+    gc.disable()
+    try:
+        return list(ast.walk(ast.parse(path.read_text())))
+    finally:
+        gc.enable()
 
 
 def name_of(path: Path) -> str:
@@ -45,19 +51,28 @@ def hidden_imports(tree: Iterable[ast.AST]) -> set[str]:
     An f-string is a search by name, such as for the families of ops, and not counted.
     """
     tree = list(tree)
-    literals: dict[str, set[str]] = {}
+    literals: dict[str | None, set[str]] = {}
     for node in tree:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             values = node.value.values if isinstance(node.value, ast.Dict) else [node.value]
             for target in targets:
-                literals.setdefault(ast.unparse(target), set()).update(_strings(values))
+                literals.setdefault(_dotted(target), set()).update(_strings(values))
     found = set()
     for node in tree:
-        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func) in IMPORTERS:
+        if isinstance(node, ast.Call) and node.args and _dotted(node.func) in IMPORTERS:
             given = node.args[0].value if isinstance(node.args[0], ast.Subscript) else node.args[0]
-            found |= _strings([given]) | literals.get(ast.unparse(given), set())
+            found |= _strings([given]) | (literals.get(_dotted(given), set()) if _dotted(given) else set())
     return found
+
+
+def _dotted(node: ast.expr) -> str | None:
+    """Return a name such as `a.b.c`; None for other expressions."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (before := _dotted(node.value)) is not None:
+        return f"{before}.{node.attr}"
+    return None
 
 
 def _strings(values: Iterable[ast.expr | None]) -> set[str]:

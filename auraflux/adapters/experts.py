@@ -49,8 +49,8 @@ def _one(x: Tensor, expert: int, experts: Experts, pairs: ExpertPairs, slots: Te
     match experts.activation:
         case Clamp(alpha, limit):
             hidden = ops.clamped_swiglu(gate, up, alpha, limit)
-        case Limit(limit):
-            hidden = ops.limited_swiglu(gate, up, limit)
+        case Limit(limit, gate_limit):
+            hidden = ops.limited_swiglu(gate, up, limit, gate_limit)
         case Gelu():
             hidden = ops.geglu(gate, up)
         case ReluSquare():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,6 +21,7 @@ from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
 from auraflux.weights.experts.stats import ExpertCacheStats
 
 COPIED_NBYTES = 256 << 20  # by which the bandwidth of copies to a GPU is measured
+QUIET = 1  # verbosity of llama.cpp that logs errors
 WARM_UP = 8  # tokens that compile kernels and touch the weights for the first time
 
 
@@ -53,22 +54,24 @@ class Speed:
     experts: ExpertTraffic | None = None
 
 
+class Round(NamedTuple):
+    """Seconds of prefill and of decode, and what the expert cache did while tokens were decoded; None without one."""
+
+    prefill_s: float
+    decode_s: float
+    traffic: ExpertTraffic | None = None
+
+
 class Contender(Protocol):
     """An engine that prefills prompts and decodes `batch` sequences at once."""
 
     name: str
     batch: int
 
-    def prefill(self, ids: list[int]) -> None:
-        """Drop all sequences, then prefill a prompt."""
-
-    def decode(self, count: int) -> None:
-        """Decode `count` tokens of each sequence."""
+    def run(self, ids: list[int], count: int) -> Round:
+        """Prefill a prompt, and decode `count` tokens of each sequence."""
 
     def cache_nbytes(self) -> int | None: ...
-
-    def expert_stats(self) -> ExpertCacheStats | None:
-        """Return the statistics of the expert cache so far; None if all experts are resident."""
 
 
 class Ours:
@@ -92,7 +95,17 @@ class Ours:
         self._jobs: list[Sequence] = []
         self._events: list[Output] = []
 
+    def run(self, ids: list[int], count: int) -> Round:
+        began = time.perf_counter()
+        self.prefill(ids)
+        prefilled, before = time.perf_counter(), self.expert_stats()
+        self.decode(count)
+        ended, after = time.perf_counter(), self.expert_stats()
+        traffic = None if before is None or after is None else _traffic(after - before, count * self.batch)
+        return Round(prefilled - began, ended - prefilled, traffic)
+
     def prefill(self, ids: list[int]) -> None:
+        """Drop all sequences, then prefill a prompt."""
         self._end()
         self.scheduler.prefix_cache.clear()
         vocab = self.engine.model.config.vocab
@@ -107,6 +120,7 @@ class Ours:
             torch.cuda.synchronize()
 
     def decode(self, count: int) -> None:
+        """Decode `count` tokens of each sequence."""
         self._events.clear()
         while len(self._events) < count * self.batch:
             self.scheduler.step()
@@ -132,6 +146,7 @@ class Ours:
         return Sampling(ignore_eos=True, temperature=1.0, seed=self._seed)
 
     def expert_stats(self) -> ExpertCacheStats | None:
+        """Return the statistics of the expert cache so far; None if all experts are resident."""
         return None if self.experts is None else self.experts.cache_stats().total
 
     def cache_nbytes(self) -> int:
@@ -145,32 +160,26 @@ class Ours:
 
 
 class LlamaCpp:
-    """llama-cpp-python on the same file, with as many threads."""
+    """llama.cpp on the same file, with as many threads; by the package xllamacpp, whose server reports its times."""
 
     name, batch = "llama.cpp", 1
 
     def __init__(self, path: Path, context: int, threads: int):
-        from llama_cpp import Llama
+        from xllamacpp import CommonParams, Server
 
-        self.model = Llama(
-            str(path), n_ctx=context, n_threads=threads, n_threads_batch=threads, n_batch=512, n_ubatch=512, verbose=False
-        )
-        self._next = 0
+        params = CommonParams()
+        params.model.path, params.n_ctx, params.n_parallel = str(path), context, 1
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+        params.verbosity = QUIET
+        self._server = Server(params)
 
-    def prefill(self, ids: list[int]) -> None:
-        self.model.reset()
-        self.model.eval(ids)
-        self._next = self.model.sample(temp=0.0)
-
-    def decode(self, count: int) -> None:
-        for _ in range(count):
-            self.model.eval([self._next])
-            self._next = self.model.sample(temp=0.0)
+    def run(self, ids: list[int], count: int) -> Round:
+        # the first token comes with the prompt, so that decode needs one more
+        request = {"prompt": ids, "n_predict": count + 1, "temperature": 0, "cache_prompt": False, "ignore_eos": True}
+        found = self._server.handle_completions(request)["timings"]
+        return Round(found["prompt_ms"] / 1000, found["predicted_ms"] / 1000 * count / found["predicted_n"])
 
     def cache_nbytes(self) -> None:
-        return None
-
-    def expert_stats(self) -> None:
         return None
 
 
@@ -180,32 +189,19 @@ def measure(
     """Time all contenders alternately at each length, `repeat` times, and yield the best of each."""
     for each in contenders:
         progress(f"{each.name}: warming up")
-        each.prefill(list(_prompt(WARM_UP, vocab)))
-        each.decode(WARM_UP)
+        each.run(list(_prompt(WARM_UP, vocab)), WARM_UP)
     for length in lengths:
         ids = list(_prompt(length, vocab))
-        rounds: dict[str, list[_Round]] = {each.name: [] for each in contenders}
+        rounds: dict[str, list[Round]] = {each.name: [] for each in contenders}
         for round_ in range(repeat):
             for each in contenders:
                 progress(f"{each.name}: {length} tokens, round {round_ + 1}")
-                prefill_s, before = _seconds(each.prefill, ids), each.expert_stats()
-                decode_s, after = _seconds(each.decode, tokens), each.expert_stats()
-                copied = None if before is None or after is None else after - before
-                rounds[each.name].append(_Round(prefill_s, decode_s, copied))
+                rounds[each.name].append(each.run(ids, tokens))
         for each in contenders:
             prefill_s = min(found.prefill_s for found in rounds[each.name])
             best = min(rounds[each.name], key=lambda found: found.decode_s)
             rates = each.batch * length / prefill_s, each.batch * tokens / best.decode_s
-            traffic = None if best.copied is None else _traffic(best.copied, tokens * each.batch)
-            yield Speed(each.name, length, each.batch, *rates, each.cache_nbytes(), traffic)
-
-
-class _Round(NamedTuple):
-    """Times of a round, and what the expert cache did while tokens were decoded."""
-
-    prefill_s: float
-    decode_s: float
-    copied: ExpertCacheStats | None
+            yield Speed(each.name, length, each.batch, *rates, each.cache_nbytes(), best.traffic)
 
 
 def _traffic(stats: ExpertCacheStats, tokens: int) -> ExpertTraffic:
@@ -238,9 +234,3 @@ def check_lengths(lengths: list[int], tokens: int, context: int) -> None:
 @cache
 def _prompt(length: int, vocab: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(random.Random(f"{length} {seed}").choices(range(vocab), k=length))
-
-
-def _seconds(work: Callable[[Any], None], argument: Any) -> float:
-    began = time.perf_counter()
-    work(argument)
-    return time.perf_counter() - began

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from auraflux.cache.batch import Batch, Logits
+    from auraflux.cache.block_shapes import BlockSparseShape, HeadBlocksShape
     from auraflux.cache.cache import Cache
     from auraflux.cache.kv_sequence import KVSequence, Snapshot
     from auraflux.cache.layer_shapes import (
         AttentionShape,
         BidirectionalShape,
-        BlockSparseShape,
         CompressedShape,
         LatentShape,
         SparseLatentShape,
     )
     from auraflux.cache.mixed_batch import MixedBatch
-    from auraflux.cache.recurrent_shapes import ChannelDeltaShape, NGramShape, RecurrentShape, ScanShape
+    from auraflux.cache.recurrent_shapes import ChannelDeltaShape, ConvShape, NGramShape, RecurrentShape, ScanShape
     from auraflux.cache.settings import CacheSettings
 
 __all__ = [
@@ -31,6 +31,8 @@ __all__ = [
     "CacheSettings",
     "ChannelDeltaShape",
     "CompressedShape",
+    "ConvShape",
+    "HeadBlocksShape",
     "KVSequence",
     "LatentShape",
     "Logits",
@@ -46,11 +48,13 @@ _HOMES = {
     "AttentionShape": "auraflux.cache.layer_shapes",
     "Batch": "auraflux.cache.batch",
     "BidirectionalShape": "auraflux.cache.layer_shapes",
-    "BlockSparseShape": "auraflux.cache.layer_shapes",
+    "BlockSparseShape": "auraflux.cache.block_shapes",
     "Cache": "auraflux.cache.cache",
     "CacheSettings": "auraflux.cache.settings",
     "ChannelDeltaShape": "auraflux.cache.recurrent_shapes",
     "CompressedShape": "auraflux.cache.layer_shapes",
+    "ConvShape": "auraflux.cache.recurrent_shapes",
+    "HeadBlocksShape": "auraflux.cache.block_shapes",
     "KVSequence": "auraflux.cache.kv_sequence",
     "LatentShape": "auraflux.cache.layer_shapes",
     "Logits": "auraflux.cache.batch",

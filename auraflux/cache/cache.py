@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from auraflux.cache.batch import Batch, Logits
+from auraflux.cache.block_shapes import BlockSparseShape, HeadBlocksShape
 from auraflux.cache.key_calibration import ModelCalibration
 from auraflux.cache.kv_sequence import CacheGroup, Checkpoints, KVSequence, Snapshot
 from auraflux.cache.layer_shapes import (
     AttentionShape,
     BidirectionalShape,
-    BlockSparseShape,
     CompressedShape,
     LatentShape,
     is_bidirectional,
@@ -30,7 +30,9 @@ from auraflux.ops.turboquant.calibration import Calibration
 MIN_LENGTH_BUCKET = 64  # tokens
 SINK_COPIES = 4  # distinct sink-token pages to reserve per sequence, for forks and prefix entries
 
-LayerShape = AttentionShape | BidirectionalShape | LatentShape | CompressedShape | BlockSparseShape | RecurrentShape
+LayerShape = (
+    AttentionShape | BidirectionalShape | LatentShape | CompressedShape | BlockSparseShape | HeadBlocksShape | RecurrentShape
+)
 
 
 class Cache:

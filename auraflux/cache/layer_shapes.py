@@ -7,7 +7,6 @@ from typing import Protocol
 import torch
 
 from auraflux.cache.layers.bidirectional import BidirectionalLayer
-from auraflux.cache.layers.block_sparse import BlockSparseLayer
 from auraflux.cache.layers.compressed import CompressedEntries, CompressedLayer, WindowLayer
 from auraflux.cache.layers.context_parallel import (
     ContextParallelDenseLayer,
@@ -47,7 +46,7 @@ class LayerContext(Protocol):
         """Return the key calibration of a layer as ops take it; None where keys are not calibrated."""
 
 
-def _width_refusal(width: int) -> str | None:
+def width_refusal(width: int) -> str | None:
     if NARROWEST <= width <= WIDEST:
         return None
     return f"vectors of width {width} cannot be quantized: the width must be {NARROWEST} to {WIDEST}."
@@ -99,7 +98,7 @@ class AttentionShape:
     def refusal(self, bits: Bits, settings: CacheSettings) -> str | None:
         if self.value_width not in (None, self.width):
             return f"its keys have width {self.width} and its values {self.value_width}; quantization needs one width."
-        return _width_refusal(self.width)
+        return width_refusal(self.width)
 
     def build(self, cache: LayerContext, bits: Bits | None, number: int) -> DenseLayer | QuantizedLayer:
         settings, group = cache.settings, cache.group(self.window)
@@ -178,7 +177,7 @@ class LatentShape:
             )
         if settings.sparse_v:
             return f"sparse_v={settings.sparse_v} skips values, and a latent was already read as a key."
-        return _width_refusal(self.width)
+        return width_refusal(self.width)
 
     def build(self, cache: LayerContext, bits: Bits | None, number: int) -> LatentLayer | QuantizedLatentLayer:
         sharded = cache.group(None).page_shard.is_sharded
@@ -220,7 +219,7 @@ class SparseLatentShape(LatentShape):
 
     def refusal(self, bits: Bits, settings: CacheSettings) -> str | None:
         reason = super().refusal(bits, settings)
-        return reason or (None if self.index_width is None else _width_refusal(self.index_width))
+        return reason or (None if self.index_width is None else width_refusal(self.index_width))
 
     def build(self, cache: LayerContext, bits: Bits | None, number: int) -> SparseLatentLayer:  # type: ignore[override]
         group, settings, keys = cache.group(None), cache.settings, None
@@ -293,57 +292,3 @@ class CompressedShape:
         sizes = self.ratio, self.overlap, cache.dtype
         keys = None if self.index_width is None else CompressedEntries(group, pending, self.index_width, *sizes)
         return CompressedLayer(window, CompressedEntries(group, pending, self.width, *sizes), keys, self.top_k)
-
-
-@dataclass(frozen=True)
-class BlockSparseShape:
-    """Block-sparse attention with keys and values per head: a token attends to `top_k` full blocks and the last, partial one.
-
-    heads        number of KV heads
-    block_size   tokens per block
-    index_width  of the keys that select blocks
-    """
-
-    heads: int
-    width: int
-    block_size: int
-    index_width: int
-    top_k: int
-    attends = True
-    span = None
-
-    def sliced(self, share: Share) -> "BlockSparseShape":
-        """Return the shape with a rank's heads; every rank selects blocks."""
-        return replace(self, heads=len(share(self.heads)))
-
-    @property
-    def page(self) -> int:
-        """Tokens of a page: one block, so that a selection of blocks is a page table."""
-        return self.block_size
-
-    @property
-    def title(self) -> str:
-        return f"block-sparse attention, top {self.top_k} blocks of {self.block_size} tokens"
-
-    @property
-    def uncompressed_nbytes(self) -> int:
-        """Bytes of one token in bf16."""
-        return 4 * self.heads * self.width + 2 * self.index_width // self.block_size
-
-    def refusal(self, bits: Bits, settings: CacheSettings) -> str | None:
-        return _width_refusal(self.width)
-
-    def build(self, cache: LayerContext, bits: Bits | None, number: int) -> BlockSparseLayer:
-        group, settings = cache.group(None, self.block_size), cache.settings
-        if group.page_shard.is_sharded:
-            raise SettingsError("block-sparse attention does not support context parallelism.")
-        pending = cache.group(self.block_size, RECENT_PAGE)
-        keys = CompressedEntries(group, pending, self.index_width, self.block_size, False, cache.dtype)
-        if bits is None:
-            return BlockSparseLayer(DenseLayer(group, self.heads, self.width, self.width, cache.dtype), keys, self.top_k)
-        if settings.sink_tokens or settings.recent_window:
-            raise SettingsError(
-                "block-sparse attention has no full-precision window: leave out --sink-tokens and --recent-window."
-            )
-        quantized = QuantizedLayer(group, self.heads, self.width, bits, settings.seed, settings.sparse_v)
-        return BlockSparseLayer(quantized, keys, self.top_k)

@@ -6,7 +6,7 @@ import torch
 
 from auraflux.cache.layer_shapes import LayerContext, Share
 from auraflux.cache.layers.ngram import NGramLayer
-from auraflux.cache.layers.recurrent import ChannelDeltaLayer, RecurrentLayer, ScanLayer
+from auraflux.cache.layers.recurrent import ChannelDeltaLayer, ConvLayer, RecurrentLayer, ScanLayer
 from auraflux.cache.settings import Bits, CacheSettings
 
 
@@ -66,6 +66,22 @@ class ScanShape(RecurrentShape):
     def build(self, cache: LayerContext, bits: Bits | None, number: int) -> ScanLayer:
         sizes = self.channels, self.heads, self.key_width, self.value_width
         return ScanLayer(cache.states, *sizes, self.dtype or cache.dtype)
+
+
+@dataclass(frozen=True)
+class ConvShape(RecurrentShape):
+    """A short convolution over `channels` without SiLU, and no other state."""
+
+    heads: int = 0
+    key_width: int = 0
+    value_width: int = 0
+
+    def sliced(self, share: Share) -> "ConvShape":
+        """Return the same shape: every rank has all channels."""
+        return self
+
+    def build(self, cache: LayerContext, bits: Bits | None, number: int) -> ConvLayer:
+        return ConvLayer(cache.states, self.channels, self.dtype or cache.dtype)
 
 
 @dataclass(frozen=True)

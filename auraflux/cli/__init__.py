@@ -33,9 +33,8 @@ from auraflux.cli.pull import list_models, pull
 from auraflux.cli.serve import serve
 from auraflux.cli.serving.batch import batch
 from auraflux.errors import AurafluxError
+from auraflux.interrupt import INTERRUPTED, is_interrupt, leave_when_interrupted, raise_when_interrupted
 from auraflux.machine import is_out_of_memory
-
-INTERRUPTED = 130
 
 
 class Program(Group):
@@ -53,6 +52,20 @@ class Program(Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            raise_when_interrupted()
+            return self._invoke(ctx)
+        except (KeyboardInterrupt, Exception) as err:
+            leave_when_interrupted()
+            if not is_interrupt(err):
+                raise
+            # an interrupt may say what it leaves behind
+            said = str(err) if isinstance(err, KeyboardInterrupt) else ""
+            # Ctrl-C of a terminal leaves "^C" in the line
+            print_error(("\n" if sys.stderr.isatty() else "") + (said or "Interrupted."))
+            ctx.exit(INTERRUPTED)
+
+    def _invoke(self, ctx: click.Context) -> Any:
+        try:
             check_environment()
             return super().invoke(ctx)
         except AurafluxError as err:
@@ -61,8 +74,6 @@ class Program(Group):
             if not is_out_of_memory(err):
                 raise
             raise Failure("there is not enough memory.") from err
-        except KeyboardInterrupt:
-            ctx.exit(INTERRUPTED)
         except OSError as err:
             if err.filename is None:
                 raise

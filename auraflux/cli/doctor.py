@@ -164,7 +164,7 @@ def _kernels() -> Iterator[Finding]:
         from auraflux.ops.simd.compile.cache_folder import CACHE_FOLDER, PREBUILT
         from auraflux.ops.simd.isa import ISA
         from auraflux.ops.simd.processor import cpu_features
-        from auraflux.ops.simd.threads import threads
+        from auraflux.ops.simd.threads import default_count
     except ModuleNotFoundError as err:
         yield Finding("numba kernels", "missing", f"{err.name} is not installed; the torch reference runs instead")
         return
@@ -173,7 +173,8 @@ def _kernels() -> Iterator[Finding]:
     yield Finding("cpu features", "ok", " ".join(known) or "none that kernels use")
     advice = "no dot-product instructions found: quantized weights are slow" if ISA.name == "portable" else None
     yield Finding("instructions", "missing" if advice else "ok", f"{ISA.name}, {ISA.lanes} lanes", advice)
-    yield Finding("threads", "ok", str(threads()))
+    # counted without starting them, which would compile a kernel: the first command that computes says that it compiles
+    yield Finding("threads", "ok", str(default_count()))
     if PREBUILT is None:
         yield Finding("prebuilt kernels", "optional", "none for this version and processor", PREBUILT_ADVICE)
     else:

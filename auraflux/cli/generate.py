@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,22 +90,22 @@ def generate(
     loaded = load_model(model, chosen, chat=chat, sequences=len(prompts))
     one, several = (loaded.chat, loaded.chat_batch) if chat else (loaded.generate, loaded.generate_batch)
     inputs: list[Any] = [_messages(prompt, system, images) for prompt in prompts] if chat else list(prompts)
+    stopped: KeyboardInterrupt | None = None
     if len(inputs) == 1:
-        try:
-            outputs = _stream(one(inputs[0], **settings), as_json)
-        except KeyboardInterrupt:
-            if not as_json:
-                click.echo(f"\n{figures(loaded.stats, loaded.engine.cache.settings.kv)}", err=True)
-            raise
+        output, stopped = _stream(one(inputs[0], **settings), as_json)
+        outputs = [output]
     else:
         outputs = several(inputs, **settings)
         for prompt, output in zip(prompts, outputs, strict=True):
             if not as_json:
                 click.echo(f"> {prompt}\n{output}\n")
+    line = figures(loaded.stats, loaded.engine.cache.settings.kv)
     if as_json:
         click.echo(json.dumps({"texts": outputs, "stats": asdict(loaded.stats)}, indent=2, ensure_ascii=False))
-    else:
-        click.echo(f"{loaded.default_sampling} · {figures(loaded.stats, loaded.engine.cache.settings.kv)}", err=True)
+    if stopped is not None:
+        raise stopped if as_json else KeyboardInterrupt(line)
+    if not as_json:
+        click.echo(f"{loaded.default_sampling} · {line}", err=True)
         if stats:
             show_expert_stats(loaded.stats.experts)
 
@@ -115,16 +115,22 @@ def _messages(text: str, system: str | None, images: tuple[Path, ...]) -> list[d
     return [*before, user_message(text, images)]
 
 
-def _stream(deltas: Iterable[str], quiet: bool) -> list[str]:
-    """Print an output while it streams and return it."""
-    received = []
-    for delta in deltas:
-        received.append(delta)
-        if not quiet:
-            click.echo(delta, nl=False)
-    if not quiet:
+def _stream(deltas: Iterator[str], quiet: bool) -> tuple[str, KeyboardInterrupt | None]:
+    """Print an output while it streams; return it, and the interrupt that ended it."""
+    received: list[str] = []
+    stopped = None
+    try:
+        for delta in deltas:
+            received.append(delta)
+            if not quiet:
+                click.echo(delta, nl=False)
+    except KeyboardInterrupt as err:
+        stopped = err
+    # if printing was interrupted, the sequence ends here
+    del deltas
+    if not quiet and (received or stopped is None):
         click.echo()
-    return ["".join(received)]
+    return "".join(received), stopped
 
 
 def figures(stats: "Stats", kv: str) -> str:

@@ -71,9 +71,9 @@ def pack(source: str, target: Path, bits: int | None, group: int, device: str, f
                 report=report,
                 add=add,
             )
-    except KeyboardInterrupt:
-        click.echo(f"note: progress is saved in {target}{PARTIAL}; run the same command again to resume.", err=True)
-        raise
+    except KeyboardInterrupt as err:
+        kept = f"Interrupted. Progress is saved in {target}{PARTIAL}; run the same command again to resume."
+        raise KeyboardInterrupt(kept) from err
     for note in [*checkpoint.notes, *notes_of_copy(checkpoint)]:
         click.echo(f"note: {note}", err=True)
     found = open_experts(target)

@@ -59,7 +59,7 @@ class LanguageModel:
         no_images: str = "",
         embedding: Embedding | None = None,
     ):
-        self.scheduler, self.engine, self.tokenizer = scheduler, scheduler.engine, scheduler.admission.tokenizer
+        self.scheduler, self.engine, self.tokenizer = scheduler, scheduler.engine, scheduler.builder.tokenizer
         self.path, self.notes, self.experts, self.model_type = path, notes, experts, model_type
         self.default_sampling = default_sampling or DefaultSampling()
         self.vision, self.no_images, self.embedding = self.engine.vision, no_images, embedding
@@ -216,7 +216,7 @@ class LanguageModel:
         """Build a request that also stops at the template's end-of-turn token."""
         check_generates(self.generates)
         prompt, images = self._chat_prompt(messages)
-        ends = self.scheduler.admission.stop_token_ids | self._need_tokenizer("a conversation").end_of_turn_ids
+        ends = self.scheduler.builder.stop_token_ids | self._need_tokenizer("a conversation").end_of_turn_ids
         return self._request(prompt, sampling, ends, images)
 
     def _sampling(self, given: dict[str, Any]) -> Sampling:

@@ -44,7 +44,7 @@ def warm_up(loaded: LanguageModel, report: Report) -> None:
     for done, sequences in enumerate(counts, len(batches)):
         report(f"warming up: mixed batch of {sequences}", done, len(batches) + len(counts))
         engine.warm_up_mixed(sequences)
-    scheduler.counts = type(scheduler.counts)()
+    scheduler.counts.reset()
     if scheduler.speculation is not None:
         scheduler.speculation.reset_counts()
 

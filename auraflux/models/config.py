@@ -13,6 +13,7 @@ from auraflux.weights.fields import (
     EPS,
     EXPERTS,
     LAYER_COUNT,
+    MOST_LAYERS,
     NAME,
     NAMES,
     POSITIONS,
@@ -22,12 +23,16 @@ from auraflux.weights.fields import (
     Fields,
     fields_of,
 )
-from auraflux.weights.formats.untrusted import FLAG, OBJECT, Kind, integer, listed, named
+from auraflux.weights.formats.untrusted import FLAG, OBJECT, Kind, either, integer, list_of, listed, named, shown
 
 # multimodal wrappers; their text_config names the text model
 WRAPPERS = {"mistral3": "mistral"}
 VOCABULARY = integer(1, 1 << 24)
 SLIDING_WINDOW = integer(0, 1 << 24)
+EXPERTS_BY_LAYER = either(EXPERTS, list_of(EXPERTS, MOST_LAYERS))
+# of the key num_experts_per_tok
+OTHER_NAMES = "moe_k", "top_k_experts", "num_experts_per_token", "moe_top_k"
+LISTED = "moe_topk"  # another, which may be a list
 
 
 def text_type(config: dict[str, Any]) -> str | None:
@@ -142,6 +147,14 @@ class Keys(Fields):
             raise FormatError(f"{where} has {name} = {chosen}, more than {self.name_of(count_key)} = {count}.")
         return count, chosen
 
+    def same(self, key: str, default: int | None = None) -> int:
+        """Return a number that is given once, or for each layer and is the same for all."""
+        found = self.read(key, EXPERTS_BY_LAYER) if default is None else self.get(key, EXPERTS_BY_LAYER, default)
+        each = found if isinstance(found, list) else [found]
+        if len(set(each)) != 1:
+            raise FormatError(f"{self.title} has {key} {shown(found)}; one number for all layers is supported.")
+        return each[0]
+
     def sliding_window(self) -> int | None:
         """Return how many positions a layer with a sliding window sees; None where there is no window."""
         return self.get("sliding_window", SLIDING_WINDOW, 0) or None
@@ -165,14 +178,15 @@ class Keys(Fields):
 
 def experts_per_token(config: dict[str, Any]) -> int:
     """Return the experts that each layer chooses for a token, by the key of any family."""
-    return Keys(config).read(_experts_key(config), EXPERTS)
+    keys = Keys(config)
+    return keys.same(LISTED) if LISTED in keys else keys.read(_experts_key(keys), EXPERTS)
 
 
 def has_experts(config: dict[str, Any]) -> bool:
     """Return whether some layers have experts."""
-    return Keys(config).get(_experts_key(config), EXPERTS, 0) > 0
-
-
-def _experts_key(config: dict[str, Any]) -> str:
     keys = Keys(config)
-    return next((name for name in ("moe_k", "top_k_experts", "num_experts_per_token") if name in keys), "num_experts_per_tok")
+    return (keys.same(LISTED) if LISTED in keys else keys.get(_experts_key(keys), EXPERTS, 0)) > 0
+
+
+def _experts_key(keys: Keys) -> str:
+    return next((name for name in OTHER_NAMES if name in keys), "num_experts_per_tok")

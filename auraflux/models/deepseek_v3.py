@@ -1,7 +1,7 @@
 """DeepSeek V3 and models with its architecture: latent attention (MLA), and group-limited experts with sigmoid scores.
 
-Kimi K2 has other sizes, Kimi K2.5 has it as its text model; GLM 4 Lite lists the layers with experts. Mistral 4 routes by
-softmax and scales queries by their positions.
+Kimi K2 has other sizes, Kimi K2.5 has it as its text model; GLM 4 Lite lists the layers with experts. DeepSeek V2 routes by
+softmax, and so does Mistral 4, which scales queries by their positions.
 
 Keys and values of all heads are rows of `kv_b_proj` times one latent. The matrix is absorbed: its key rows apply to queries and
 its value rows to the attention output, so the KV cache holds latents only.
@@ -25,13 +25,20 @@ from auraflux.models.output_norms import NormedMixture
 from auraflux.models.rotation import Growth, RopeSettings, Rotation, growth, rope_settings, rotation
 from auraflux.ops import Routing, latent_output, latent_query
 from auraflux.quant import QTensor
-from auraflux.weights.fields import COUNT, EXPERTS, FACTOR, HEAD, LATENT, LAYER_INTERVAL, LAYERS, SHARED_EXPERTS, WIDTH
+from auraflux.weights.fields import COUNT, EXPERTS, FACTOR, HEAD, LATENT, LAYER_INTERVAL, LAYERS, NAME, SHARED_EXPERTS, WIDTH
 from auraflux.weights.formats.stored import Stored
 from auraflux.weights.formats.untrusted import FLAG
 from auraflux.weights.loader import Weights
 from auraflux.weights.parallel.tensor_slices import cut, span
 
 DENSE, SPARSE = "dense", "sparse"
+SIGMOID, SOFTMAX = "sigmoid", "softmax"
+# how experts are scored and chosen, where not as in DeepSeek V3
+GREEDY, BY_GROUPS = "greedy", "group_limited_greedy"
+ACCEPTED: dict[str, dict[str, tuple[bool | str, ...]]] = {
+    "deepseek_v2": {"topk_method": (GREEDY, BY_GROUPS), "scoring_func": (SOFTMAX,), "norm_topk_prob": (False,)},
+}
+LIKE_V3: dict[str, tuple[bool | str, ...]] = {"topk_method": ("noaux_tc",), "scoring_func": (SIGMOID,)}
 LATENT_EPS = 1e-6  # of the norms within attention, independent of rms_norm_eps
 
 
@@ -87,8 +94,9 @@ class Config:
 
 def read_config(keys: Keys) -> Config:
     """Read the body, which other families share."""
-    for key, accepted in {"hidden_act": "silu", "topk_method": "noaux_tc", "scoring_func": "sigmoid"}.items():
-        keys.only(key, accepted)
+    keys.only("hidden_act", "silu")
+    for key, accepted in ACCEPTED.get(keys.kind or "", LIKE_V3).items():
+        keys.only(key, *accepted)
     settings, widths = rope_settings(keys), _widths(keys)
     return Config(
         hidden=keys.hidden,
@@ -101,7 +109,7 @@ def read_config(keys: Keys) -> Config:
         scale=(widths.nope + widths.rope) ** -0.5 * _enlargement(settings) ** 2,
         growth=growth(settings),
         sparse=sparse_layers(keys),
-        mixture=mixture(keys, "softmax" if keys.kind == "mistral4" else "sigmoid"),
+        mixture=mixture(keys, SOFTMAX if keys.kind in ("mistral4", "deepseek_v2") else SIGMOID),
         eps=keys.eps(),
         tied=keys.tied_outside(False),
         context=keys.context(4096),
@@ -137,22 +145,26 @@ def sparse_layers(keys: Keys) -> tuple[bool, ...]:
     return tuple(keys.get("n_routed_experts", EXPERTS, 0) > 0 and i >= first and i % every == 0 for i in layers)
 
 
-def mixture(keys: Keys, scoring: str = "sigmoid") -> MixtureConfig:
+def mixture(keys: Keys, scoring: str = SIGMOID) -> MixtureConfig:
     """The experts of a layer and how they are chosen."""
     inner, (count, chosen) = keys.expert_inner, keys.experts("n_routed_experts", default=0)
+    groups, best = _groups(keys, scoring), keys.get("topk_group", COUNT, 1)
     routing = Routing(
         k=chosen,
         scoring=scoring,
-        renormalize=keys.get("norm_topk_prob", FLAG, True),
-        groups=_groups(keys, scoring),
-        topk_groups=keys.get("topk_group", COUNT, 1),
+        renormalize=keys.get("norm_topk_prob", FLAG, keys.kind != "deepseek_v2"),
+        groups=groups,
+        topk_groups=best if groups > 1 else 1,
         scale=keys.get("routed_scaling_factor", FACTOR, 1.0),
     )
     return MixtureConfig(count, inner, routing, inner * keys.get("n_shared_experts", SHARED_EXPERTS, 0) or None)
 
 
 def _groups(keys: Keys, scoring: str) -> int:
-    if scoring == "softmax":
+    if keys.kind == "deepseek_v2":
+        found = keys.get("n_group", COUNT, 1)
+        return found if keys.get("topk_method", NAME, GREEDY) == BY_GROUPS else 1
+    if scoring == SOFTMAX:
         keys.only("n_group", 1)
     return keys.get("n_group", COUNT, 1)
 
@@ -171,7 +183,7 @@ class Model(Decoder[Config]):
         config, name = self.config, f"{name}.mlp"
         if not config.sparse[index]:
             return AddedMLP(weights, name, config.hidden, config.inner)
-        bias = "gate.e_score_correction_bias" if config.mixture.routing.scoring == "sigmoid" else None
+        bias = "gate.e_score_correction_bias" if config.mixture.routing.scoring == SIGMOID else None
         made = biased_mixture(weights, name, config.hidden, config.mixture, bias)
         if not config.output_norm:
             return made

@@ -16,7 +16,7 @@ from auraflux.weights.formats.untrusted import FLAG, integer
 from auraflux.weights.loader import Weights
 
 EACH, ALL = "each", "all"
-NORMED = "qwen3", "qwen3_moe", "dots1", "hy_v3", "exaone_moe", "mellum", "afmoe", "laguna", "step3p7"
+NORMED = "qwen3", "qwen3_moe", "dots1", "hy_v3", "exaone_moe", "mellum", "afmoe", "laguna", "step3p7", "lfm2_moe"
 NORMS = {**dict.fromkeys(NORMED, EACH), **dict.fromkeys(("olmoe", "minimax_m2"), ALL)}
 SLIDING, FULL = "sliding_attention", "full_attention"
 # with a window in every layer, and with one where use_sliding_window says so

@@ -1,14 +1,14 @@
 """A mixture of experts (MoE) with any family's routing."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from auraflux.adapters.linears import linear, run_experts, run_mixture, shared_output
 from auraflux.models.layer import FeedForward, LayerInput, PreparedInput, Residual
-from auraflux.models.mlp import MLP, SquareMLP
-from auraflux.ops import Activation, ReluSquare, Routing, SharedExpert, combine, rms_norm, route
+from auraflux.models.mlp import MLP, ActivatedMLP, SquareMLP
+from auraflux.ops import Activation, Clamp, Limit, ReluSquare, Routing, SharedExpert, combine, rms_norm, route
 from auraflux.weights.experts.load_layer import load_experts
 from auraflux.weights.experts.resident import ExpertPredictor, LayerExperts, MixtureInput
 from auraflux.weights.formats.stored import Stored
@@ -85,6 +85,29 @@ class LatentMixture(Mixture):
         found = linear(run_experts(self.experts, linear(h, self.narrow), ids, weights), self.wide)
         shared = shared_output(h, self.shared)
         return combine(residual, found, None if shared is None else self.join(shared)), None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ActivatedMixture(Mixture):
+    """A mixture whose shared expert, `always`, has an activation of its own."""
+
+    always: ActivatedMLP
+
+    def __call__(self, inputs: LayerInput | PreparedInput) -> Residual:
+        """Return the residual stream with the output added, [T, H], and no delta."""
+        h, residual, (scores,) = inputs.scores((self.router,))
+        ids, weights = route(scores, self.routing, self.choice_bias)
+        return combine(residual, run_experts(self.experts, h, ids, weights), self.always.output(h)), None
+
+
+def activated_mixture(
+    weights: Weights, name: str, hidden: int, config: MixtureConfig, bias: str, own: Activation | None, other: Clamp | Limit
+) -> Mixture:
+    """Make a mixture as `biased_mixture` does, with the experts' own activation and another of the shared expert."""
+    assert config.shared is not None
+    made = biased_mixture(weights, name, hidden, replace(config, shared=None), bias, own)
+    always = ActivatedMLP(weights, f"{name}.shared_experts", hidden, config.shared, other)
+    return ActivatedMixture(**vars(made), always=always)
 
 
 def biased_mixture(

@@ -1,8 +1,11 @@
 """The gated MLP of most families, and MLPs without a gate."""
 
-from auraflux.adapters.linears import add_norm_gate_up, add_norm_linears, linear
+import torch
+from torch import Tensor
+
+from auraflux.adapters.linears import add_norm_gate_up, add_norm_linears, linear, linears
 from auraflux.models.layer import FeedForward, LayerInput, Residual
-from auraflux.ops import SharedExpert, combine, relu_square
+from auraflux.ops import Clamp, Limit, SharedExpert, clamped_swiglu, combine, limited_swiglu, relu_square
 from auraflux.weights.loader import Weights
 
 
@@ -31,6 +34,41 @@ class AddedMLP(MLP):
     def __call__(self, inputs: LayerInput) -> Residual:
         """Return the residual stream with the output added, [T, H], and no delta."""
         return combine(*super().__call__(inputs)), None
+
+
+class ActivatedMLP(MLP):
+    """down(activation(gate x, up x)); among mixtures it adds its output to the residual stream itself."""
+
+    def __init__(self, weights: Weights, name: str, hidden: int, inner: int, activation: Clamp | Limit):
+        super().__init__(weights, name, hidden, inner)
+        self.activation = activation
+
+    def __call__(self, inputs: LayerInput) -> Residual:
+        """Return the residual stream with the output added, [T, H], and no delta."""
+        total, products = add_norm_linears(*inputs, [self.gate, self.up])
+        return combine(total, self._down(*products)), None
+
+    def output(self, x: Tensor) -> Tensor:
+        """Return the output of normalised inputs: [T, H] -> [T, H]."""
+        return self._down(*linears(x, [self.gate, self.up]))
+
+    def _down(self, gate: Tensor, up: Tensor) -> Tensor:
+        match self.activation:
+            case Clamp(alpha, limit):
+                inner = clamped_swiglu(gate, up, alpha, limit)
+            case Limit(limit, gate_limit):
+                inner = limited_swiglu(gate, up, limit, gate_limit)
+        return self.join(linear(inner, self.down))
+
+
+class FusedMLP(MLP):
+    """An MLP whose gate and up projections are one tensor, gate rows first; it is whole on every rank."""
+
+    def __init__(self, weights: Weights, name: str, hidden: int, inner: int):
+        self.join = weights.slices.all_reduce
+        halves = torch.arange(2 * inner).split(inner)
+        self.gate, self.up = (weights.matrix(f"{name}.input_linear", inner, hidden, take=half) for half in halves)
+        self.down = weights.matrix(f"{name}.output_linear", hidden, inner)
 
 
 class SquareMLP(FeedForward):

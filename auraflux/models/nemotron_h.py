@@ -70,6 +70,10 @@ class Scan(NamedTuple):
         """Return the convolved channels: x, B and C."""
         return self.wide + 2 * self.groups * self.state
 
+    @property
+    def cache(self) -> ScanShape:
+        return ScanShape(self.channels, self.heads, self.state, self.width)
+
 
 @dataclass(frozen=True, eq=False)
 class Config:
@@ -95,7 +99,7 @@ class Config:
         keys = Keys(config)
         for key, accepted in {**PLAIN, **dict.fromkeys(UNBIASED, False)}.items():
             keys.only(key, accepted)
-        _check_limit(keys)
+        check_step_limit(keys)
         hidden, heads = keys.hidden, keys.heads
         width = keys.get("head_dim", HEAD, keys.get("attention_head_dim", HEAD, hidden // heads))
         blocks = _layers(keys)
@@ -113,7 +117,7 @@ class Config:
         )
 
 
-def _check_limit(keys: Keys) -> None:
+def check_step_limit(keys: Keys) -> None:
     """Refuse a limited time step; transformers writes infinity as an object."""
     limit = keys.get("time_step_limit", list_of(either(number(0, math.inf), OBJECT), 2), [0.0, math.inf])
     if len(limit) != 2 or limit[0] != 0 or (isinstance(limit[1], int | float) and limit[1] < UNLIMITED):
@@ -164,7 +168,7 @@ class Model(decoder.Decoder[Config]):
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         config = self.config
         if config.blocks[index].mixer == SCAN:
-            return Mamba(weights, f"{name}.linear_attn", config)
+            return Mamba(weights, f"{name}.linear_attn", config.hidden, config.scan, config.eps)
         still = no_rotation(config.heads.width).to(weights.device)
         return Attention(weights, f"{name}.self_attn", config.hidden, config.heads, still)
 
@@ -188,19 +192,22 @@ class Model(decoder.Decoder[Config]):
 
 
 class Mamba(PartMixer):
-    """Mamba-2: a short convolution of x, B and C, then a selective scan over a recurrent state."""
+    """Mamba-2: a short convolution of x, B and C, then a selective scan over a recurrent state.
 
-    def __init__(self, weights: Weights, name: str, config: Config):
-        scan, self.eps = config.scan, config.eps
+    norm_groups  channels are normalised in so many groups; None for those of B and C
+    """
+
+    def __init__(self, weights: Weights, name: str, hidden: int, scan: Scan, eps: float, norm_groups: int | None = None):
+        self.eps = eps
         parts = torch.arange(scan.wide + scan.channels + scan.heads).split([scan.wide, scan.channels, scan.heads])
-        self.projections = [weights.matrix(f"{name}.in_proj", len(part), config.hidden, take=part) for part in parts]
+        self.projections = [weights.matrix(f"{name}.in_proj", len(part), hidden, take=part) for part in parts]
         self.taps = taps_of(weights, f"{name}.conv1d.weight", scan.channels)
         self.taps_bias = weights.bias(f"{name}.conv1d", scan.channels)
         self.a_log, self.dt_bias, self.skip = (
             weights.vector(f"{name}.{part}", scan.heads) for part in ("A_log", "dt_bias", "D")
         )
-        self.norm = weights.vector(f"{name}.norm.weight", scan.wide).view(scan.groups, -1)
-        self.out = weights.matrix(f"{name}.out_proj", config.hidden, scan.wide)
+        self.norm = weights.vector(f"{name}.norm.weight", scan.wide).view(norm_groups or scan.groups, -1)
+        self.out = weights.matrix(f"{name}.out_proj", hidden, scan.wide)
 
     def mix(self, inputs: LayerInput, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
         """Return the residual stream with its delta added, and the next delta, both [T, H]."""
@@ -224,7 +231,5 @@ def rename(name: str) -> str | None:
 
 
 def make_caches(config: Config) -> list[AttentionShape | ScanShape]:
-    scan = config.scan
-    attention = AttentionShape(config.heads.kv, config.heads.width)
-    memory = ScanShape(scan.channels, scan.heads, scan.state, scan.width)
+    attention, memory = AttentionShape(config.heads.kv, config.heads.width), config.scan.cache
     return [attention if each.mixer == ATTENTION else memory for each in config.blocks]

@@ -1,109 +1,119 @@
-"""Admission: a request is checked and becomes a sequence."""
+"""`Admission`: decides which queued sequences start, and gives them what the prefix cache has of their prompts."""
 
-from collections.abc import Callable
-from itertools import islice, pairwise
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from auraflux.adapters.loaded import adapter_number
+from auraflux.cache.pages import LayerGroup
+from auraflux.cache.prefix.prefix_cache import PrefixCache
+from auraflux.cache.prefix.radix import common_length
 from auraflux.engine.engine import Engine
-from auraflux.engine.request import Output, Request, ThinkingBudget, check_generates
-from auraflux.engine.thinking import ThinkingMatcher, TokenMatcher
-from auraflux.errors import ContextError, InputError
-from auraflux.scheduler.generation import Generation
 from auraflux.scheduler.sequence import Sequence
-from auraflux.tokenizer.grammar import GrammarCompiler, Matcher
 
-IMAGES = 4  # at the start of a prompt, after each of which a checkpoint is made
-LONG_MESSAGES = 2  # at the start of a prompt, after each of which a checkpoint is made for other prompts
+
+@dataclass
+class Counts:
+    """Totals since the start.
+
+    queried_tokens  prompt tokens looked up in the prefix cache
+    hit_tokens      of them found there
+    preemptions     sequences that lost their pages and were requeued
+    """
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    preemptions: int = 0
+
+    def reset(self) -> None:
+        """Start again at zero."""
+        self.queried_tokens = self.hit_tokens = self.preemptions = 0
 
 
 class Admission:
-    """Turns requests into sequences.
+    """Chooses among queued sequences.
 
-    tokenizer       None for a model whose prompts and outputs are token ids
-    stop_token_ids  tokens that end a generation, unless a request names others
+    running  the running sequences, which the scheduler changes
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any | None, stop_token_ids: frozenset[int]):
-        self.engine, self.tokenizer, self.stop_token_ids = engine, tokenizer, stop_token_ids
-        self._grammars: GrammarCompiler | None = None
+    def __init__(self, engine: Engine, prefix_cache: PrefixCache, counts: Counts, running: list[Sequence], max_sequences: int):
+        self.engine, self.prefix_cache, self.counts = engine, prefix_cache, counts
+        self.running, self.max_sequences = running, max_sequences
 
-    def check(self, request: Request) -> None:
-        """Refuse a request that cannot be served."""
-        context, sampling = self.engine.cache.context, request.sampling
-        adapter_number(self.engine.adapters, request.adapter)
-        if request.pooling is None:
-            check_generates(not self.engine.cache.bidirectional)
-        if not request.prompt:
-            raise InputError("the prompt is empty: there is nothing to continue.")
-        vocab, tokens = self.engine.model.config.vocab, (*request.prompt, *sampling.logit_bias)
-        wrong = next((token for token in (min(tokens), max(tokens)) if not 0 <= token < vocab), None)
-        if wrong is not None:
-            raise InputError(f"token {wrong} is not in the model's vocabulary of {vocab}.")
-        if len(request.prompt) > context:
-            raise ContextError(
-                f"the prompt has {len(request.prompt)} tokens, and the context is limited to {context}. "
-                f"Load the model with context={len(request.prompt) + 1} or more (--context), or shorten the prompt."
-            )
-        self._check_images(request)
-        if (sampling.grammar, request.thinking) != (None, None) and self.tokenizer is None:
-            raise InputError("a model without a tokenizer cannot follow a grammar or a thinking budget.")
+    @property
+    def full(self) -> bool:
+        """True if no further sequence may run."""
+        return len(self.running) >= self.max_sequences
 
-    def _check_images(self, request: Request) -> None:
-        if request.images and self.engine.vision is None:
-            raise InputError("the model takes no images.")
-        if request.images and request.pooling is not None:
-            raise InputError("a prompt with images cannot be embedded.")
-        ends = [(span.start, span.stop) for span in request.images]
-        inside = [(0, 0), *ends, (len(request.prompt) - 1, 0)]
-        if any(stop > start for (_, stop), (start, _) in pairwise(inside)):
-            raise InputError("the images of a prompt must be in order, and a token must follow the last one.")
+    def admissible(self, queued: list[Sequence]) -> Iterator[Sequence]:
+        """Yield the sequences that may start now, in order; each must be running before the next one is asked for."""
+        for sequence in queued:
+            if self.full:
+                return
+            entry, hit_tokens, _ = self.prefix_cache.match(sequence.reusable_ids, sequence.adapter)
+            if self._is_being_prefilled(sequence, hit_tokens) or self._is_loading_prefix(sequence):
+                continue
+            if self.running and not self._fits(sequence, hit_tokens if entry is not None and entry.live else 0):
+                return
+            yield sequence
 
-    def sequence(self, request: Request, on_output: Callable[[Output], None]) -> Sequence:
-        """Make the sequence of a checked request."""
-        sampling, prompt = request.sampling, list(request.prompt)
-        stops = self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
-        matcher: TokenMatcher | None = None if sampling.grammar is None else self._matcher(sampling.grammar, stops)
-        if request.thinking is not None:
-            matcher = self._thinking_matcher(request.thinking, matcher)
-        room = self.engine.cache.context - len(prompt) + 1
-        limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-        generated = Generation(prompt, sampling, limit, stops, self.tokenizer, request.visible_special_tokens, matcher)
-        images = None
-        if request.images and self.engine.vision is not None:
-            images = self.engine.vision.prompt_images(len(prompt), request.images)
-        adapter = adapter_number(self.engine.adapters, request.adapter)
-        return Sequence(request, generated, on_output, self._checkpoint_lengths(request), images, adapter)
+    def start(self, sequence: Sequence) -> None:
+        """Branch a sequence from the prefix cache."""
+        start = self.prefix_cache.open(sequence.reusable_ids, sequence.adapter)
+        # it may have been preempted before its prompt was computed
+        sequence.restart()
+        sequence.kv_sequence = start.sequence
+        start.sequence.inputs = sequence.images
+        if sequence.images is not None:
+            start.sequence.truncate(sequence.images.reusable(start.sequence.length))
+        if sequence.draft_state is not None and start.hit_tokens:
+            sequence.draft_state.proposer.on_prefix_hit(sequence.ids, start.sequence)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = start.sequence.length
+            self.counts.queried_tokens += len(sequence.ids) - 1
+            self.counts.hit_tokens += sequence.cached_tokens
+        if start.hit_tokens < start.shared_tokens < len(sequence.ids) - 1 and self.engine.cache.needs_checkpoints:
+            # two prompts diverge here, so more may
+            sequence.checkpoint_lengths = sorted({*sequence.checkpoint_lengths, start.shared_tokens})
+        sequence.started_at = sequence.started_at or time.perf_counter()
+        if sequence.uncomputed == 0:
+            sequence.prefix_entry = self.prefix_cache.insert_live(sequence.prefix_ids[:-1], sequence.kv)
 
-    def _matcher(self, grammar: str, stops: frozenset[int]) -> Matcher:
-        if self._grammars is None:
-            assert self.tokenizer is not None
-            self._grammars = GrammarCompiler(self.tokenizer, self.engine.model.config.vocab, self.stop_token_ids or stops)
-        return self._grammars.matcher(grammar, stops)
+    def used_pages(self, group: LayerGroup) -> set[int]:
+        """Return the pages of running sequences."""
+        rows: list[Any] = [sequence.kv.group_states[group] for sequence in self.running]
+        return {page for row in rows for page in row.pages}
 
-    def _thinking_matcher(self, budget: ThinkingBudget, inner: TokenMatcher | None) -> ThinkingMatcher:
-        assert self.tokenizer is not None
-        return ThinkingMatcher(budget, self.tokenizer.piece, self.engine.model.config.vocab, inner)
+    def _is_being_prefilled(self, sequence: Sequence, hit_tokens: int) -> bool:
+        """Return whether a running sequence is prefilling more of this prompt than the prefix cache has."""
+        page, ids = self.engine.cache.page, sequence.reusable_ids
+        return any(
+            other.uncomputed > 0
+            and other.adapter == sequence.adapter
+            and min(common_length(other.prefix_ids, ids), len(ids) - 1) >= hit_tokens + page
+            for other in self.running
+        )
 
-    def _checkpoint_lengths(self, request: Request) -> list[int]:
-        """Return the lengths at which other prompts are likely to branch off.
+    def _is_loading_prefix(self, sequence: Sequence) -> bool:
+        """Return whether a prefix of this prompt is still being read from disk; insert it into the prefix cache once read."""
+        if not sequence.disk_checked:
+            sequence.disk_checked = True
+            fetches = not sequence.needs_hidden
+            sequence.disk_fetch = self.prefix_cache.fetch(sequence.prefix_ids, sequence.adapter) if fetches else None
+        if sequence.disk_fetch is None:
+            return False
+        if not sequence.disk_fetch.done():
+            return True
+        fetched, sequence.disk_fetch = sequence.disk_fetch, None
+        self.prefix_cache.insert_loaded(sequence.prefix_ids, fetched.result())
+        return False
 
-        They are the position before the last token, the start of the last message, the ends of the first long messages, which
-        are instructions that other prompts share, and the ends of the first images, after which questions differ.
-        """
-        if request.pooling is not None:
-            # nothing branches off a prompt that is embedded
-            return []
-        prompt = request.prompt
-        lengths = {len(prompt) - 1}
-        if self.engine.cache.needs_checkpoints:
-            lengths |= {span.stop for span in request.images[:IMAGES]}
-        if self.tokenizer is not None and self.engine.cache.needs_checkpoints:
-            special, pictured = (
-                self.tokenizer.special_ids,
-                {at for span in request.images for at in range(span.start, span.stop)},
-            )
-            messages = [at for at, token in enumerate(prompt) if at and token in special and at not in pictured]
-            long = (at for before, at in pairwise([0, *messages]) if at - before >= self.engine.cache.page)
-            lengths |= {*messages[-1:], *islice(long, LONG_MESSAGES)}
-        return sorted(lengths - {0})
+    def _fits(self, sequence: Sequence, hit_tokens: int) -> bool:
+        """Return whether there are pages for the prompt, and one more page for each running sequence."""
+        for group in self.engine.cache.page_groups:
+            if not group.grows:
+                continue
+            needed = len(sequence.ids) // group.size + 1 - hit_tokens // group.size + len(self.running)
+            if needed > group.pool.count - len(self.used_pages(group)):
+                return False
+        return True

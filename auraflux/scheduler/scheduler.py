@@ -8,46 +8,29 @@ input of the next decode step. So a sequence that was preempted, or whose step f
 """
 
 import logging
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from auraflux.cache.pages import LayerGroup
 from auraflux.cache.prefix.disk import PrefixDisk
 from auraflux.cache.prefix.prefix_cache import PrefixCache
-from auraflux.cache.prefix.radix import common_length
 from auraflux.engine.engine import Engine
 from auraflux.engine.request import Output, Request, TokenLogprob
 from auraflux.errors import AurafluxError, CacheFull
-from auraflux.scheduler.admission import Admission
+from auraflux.scheduler.admission import Admission, Counts
 from auraflux.scheduler.decode import DecodeRunner
 from auraflux.scheduler.engine_lock import EngineLock
 from auraflux.scheduler.prefill import PrefillChunk, PrefillRunner
 from auraflux.scheduler.queue import FairQueue
 from auraflux.scheduler.sequence import Sequence
+from auraflux.scheduler.sequence_builder import SequenceBuilder
 from auraflux.speculative.speculation import Speculation
 from auraflux.weights.file_watch import FileWatch
 
 log = logging.getLogger("auraflux")
 
 CONSIDERED = 64  # queued sequences that a step considers for admission
-
-
-@dataclass
-class Counts:
-    """Totals since the start.
-
-    queried_tokens  prompt tokens looked up in the prefix cache
-    hit_tokens      of them found there
-    preemptions     sequences that lost their pages and were requeued
-    """
-
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    preemptions: int = 0
 
 
 class Scheduler:
@@ -77,12 +60,13 @@ class Scheduler:
         target_itl_s: float | None = None,
     ):
         self.engine, self.max_sequences = engine, max_sequences
-        self.admission = Admission(engine, tokenizer, stop_token_ids)
+        self.builder = SequenceBuilder(engine, tokenizer, stop_token_ids)
         self._check_files = (lambda: None) if watch is None else watch.check
         self.prefix_cache = PrefixCache(engine.cache, disk)
-        self.counts = Counts()
         self._queue = FairQueue(max_queue)
         self._running: list[Sequence] = []
+        self.counts = Counts()
+        self._admission = Admission(engine, self.prefix_cache, self.counts, self._running, max_sequences)
         self._prefill = PrefillRunner(engine, self.prefix_cache, target_itl_s)
         self._decode = DecodeRunner(engine, self._prefill.publish)
         # whether the prefill of the next step has run already
@@ -108,12 +92,12 @@ class Scheduler:
     def pages(self) -> tuple[int, int]:
         """Pages of running sequences, and all pages."""
         groups = self.engine.cache.page_groups
-        return sum(len(self._used_pages(group)) for group in groups), sum(group.pool.count for group in groups)
+        return sum(len(self._admission.used_pages(group)) for group in groups), sum(group.pool.count for group in groups)
 
     def submit(self, request: Request, on_output: Callable[[Output], None] = lambda output: None) -> Sequence:
         """Queue a request. The thread that runs steps calls `on_output`, which must be quick, with each output."""
         self.check(request)
-        sequence = self.admission.sequence(request, on_output)
+        sequence = self.builder.build(request, on_output)
         if self.speculation is not None and request.sampling.stateless and request.thinking is None:
             sequence.draft_state = self.speculation.begin()
         with self._lock.changed:
@@ -146,7 +130,7 @@ class Scheduler:
         """Refuse a request that cannot be served."""
         self._check_files()
         self.engine.check()
-        self.admission.check(request)
+        self.builder.check(request)
 
     def step(self, decode: bool = True) -> bool:
         """Run one engine step: admit, prefill and, unless told otherwise, decode; return whether any sequence is running."""
@@ -177,82 +161,14 @@ class Scheduler:
             self._release(sequence)
 
     def _admit(self) -> None:
-        """Admit queued sequences while there are pages for them."""
+        """Start queued sequences while there are pages for them."""
         with self._lock.changed:
-            full = len(self._running) >= self.max_sequences
-            queued = [] if full else list(islice(self._queue.in_order(), CONSIDERED))
-        for sequence in queued:
-            if len(self._running) == self.max_sequences:
-                return
-            entry, hit_tokens, _ = self.prefix_cache.match(sequence.reusable_ids, sequence.adapter)
-            if self._is_being_prefilled(sequence, hit_tokens) or self._is_loading_prefix(sequence):
-                continue
-            if self._running and not self._fits(sequence, hit_tokens if entry is not None and entry.live else 0):
-                return
+            queued = [] if self._admission.full else list(islice(self._queue.in_order(), CONSIDERED))
+        for sequence in self._admission.admissible(queued):
             with self._lock.changed:
                 self._queue.remove(sequence)
-            self._start(sequence)
-
-    def _is_being_prefilled(self, sequence: Sequence, hit_tokens: int) -> bool:
-        """Return whether a running sequence is prefilling more of this prompt than the prefix cache has."""
-        page, ids = self.engine.cache.page, sequence.reusable_ids
-        return any(
-            other.uncomputed > 0
-            and other.adapter == sequence.adapter
-            and min(common_length(other.prefix_ids, ids), len(ids) - 1) >= hit_tokens + page
-            for other in self._running
-        )
-
-    def _is_loading_prefix(self, sequence: Sequence) -> bool:
-        """Return whether a prefix of this prompt is still being read from disk; insert it into the prefix cache once read."""
-        if not sequence.disk_checked:
-            sequence.disk_checked = True
-            fetches = not sequence.needs_hidden
-            sequence.disk_fetch = self.prefix_cache.fetch(sequence.prefix_ids, sequence.adapter) if fetches else None
-        if sequence.disk_fetch is None:
-            return False
-        if not sequence.disk_fetch.done():
-            return True
-        fetched, sequence.disk_fetch = sequence.disk_fetch, None
-        self.prefix_cache.insert_loaded(sequence.prefix_ids, fetched.result())
-        return False
-
-    def _fits(self, sequence: Sequence, hit_tokens: int) -> bool:
-        """Return whether there are pages for the prompt, and one more page for each running sequence."""
-        for group in self.engine.cache.page_groups:
-            if not group.grows:
-                continue
-            needed = len(sequence.ids) // group.size + 1 - hit_tokens // group.size + len(self._running)
-            if needed > group.pool.count - len(self._used_pages(group)):
-                return False
-        return True
-
-    def _used_pages(self, group: LayerGroup) -> set[int]:
-        rows: list[Any] = [sequence.kv.group_states[group] for sequence in self._running]
-        return {page for row in rows for page in row.pages}
-
-    def _start(self, sequence: Sequence) -> None:
-        """Branch a sequence from the prefix cache and let it run."""
-        start = self.prefix_cache.open(sequence.reusable_ids, sequence.adapter)
-        # it may have been preempted before its prompt was computed
-        sequence.restart()
-        sequence.kv_sequence = start.sequence
-        start.sequence.inputs = sequence.images
-        if sequence.images is not None:
-            start.sequence.truncate(sequence.images.reusable(start.sequence.length))
-        if sequence.draft_state is not None and start.hit_tokens:
-            sequence.draft_state.proposer.on_prefix_hit(sequence.ids, start.sequence)
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = start.sequence.length
-            self.counts.queried_tokens += len(sequence.ids) - 1
-            self.counts.hit_tokens += sequence.cached_tokens
-        if start.hit_tokens < start.shared_tokens < len(sequence.ids) - 1 and self.engine.cache.needs_checkpoints:
-            # two prompts diverge here, so more may
-            sequence.checkpoint_lengths = sorted({*sequence.checkpoint_lengths, start.shared_tokens})
-        sequence.started_at = sequence.started_at or time.perf_counter()
-        self._running.append(sequence)
-        if sequence.uncomputed == 0:
-            sequence.prefix_entry = self.prefix_cache.insert_live(sequence.prefix_ids[:-1], sequence.kv)
+            self._admission.start(sequence)
+            self._running.append(sequence)
 
     def _run_prefill(self, while_decoding: bool) -> bool:
         """Run the next prefill chunks; return False if a sequence was preempted."""

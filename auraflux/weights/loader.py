@@ -23,6 +23,7 @@ from auraflux.weights.experts.store import ExpertStore, map_experts
 from auraflux.weights.formats.row_layout import RECORDS
 from auraflux.weights.formats.stored import Checkpoint, Stored, dense, is_placeholder
 from auraflux.weights.formats.untrusted import shown
+from auraflux.weights.kernel_layout import EXPAND_SCALES_FROM, cpu_lanes, expands_scales, to_kernel_layout
 from auraflux.weights.mismatches import Mismatches
 from auraflux.weights.named_weights import NamedWeight, NamedWeights
 from auraflux.weights.names import ROUTERS, Rename, ours
@@ -31,12 +32,6 @@ from auraflux.weights.parallel.tensor_slices import UNSLICED, Slices, cut, group
 
 T = TypeVar("T", Tensor, QTensor, Stored)
 HOST = torch.device("cpu")
-# free memory, as a multiple of the files' size, above which super-block scales are expanded: decode runs 7 to 20 % faster on
-# two Neoverse-N1 cores, and Q2_K takes 2.3 times the memory
-EXPAND_SCALES_FROM = 3
-# lanes of AVX-512, which decodes from super-blocks at least as fast: Q4_K takes 0.6 times as long on a Cascade Lake core
-LANES_THAT_EXPAND = 8
-
 PART = re.compile(r"\.shard_(\d+)\.weight$")  # of a table published as several tensors
 
 
@@ -97,7 +92,7 @@ class Weights:
     @property
     def expands_scales(self) -> bool:
         """True if super-blocks are expanded: they take less memory, expanded scales decode faster on some processors."""
-        return self._has_memory_to_expand and not (self.layout == "cpu" and _lanes() > LANES_THAT_EXPAND)
+        return expands_scales(self.layout, self._has_memory_to_expand)
 
     def has(self, name: str) -> bool:
         return name in self._stored
@@ -309,26 +304,7 @@ class Weights:
         return self._converted(found, in_order, self.device)
 
     def _converted(self, found: Stored, in_order: bool, device: torch.device) -> Stored:
-        expands = in_order or self.layout != "cpu" or self.expands_scales
-        # a GPU expands what it gets
-        if isinstance(found, QTensor) and expands and device.type != "cuda":
-            found = found.expand_scales()
-        if isinstance(found, QTensor) and not found.in_mlx and in_order:
-            # kernels for rows in order do not support all formats
-            found = dense(found)
-        if isinstance(found, QTensor):
-            if self.layout == "cpu" and not in_order:
-                from auraflux.ops.layout.rows import interleave
-
-                return interleave(found, _lanes())
-            return found.to(device)
-        return dense(found).to(device, self._dense_dtype(found))
-
-    def _dense_dtype(self, found: Tensor) -> torch.dtype:
-        # CPU kernels support bf16 and f32; GPU kernels need the dtype of the activations
-        if self.layout == "cpu":
-            return found.dtype if found.dtype is torch.bfloat16 else torch.float32
-        return self.dtype
+        return to_kernel_layout(found, self.layout, device, self.dtype, in_order=in_order, expands=self.expands_scales)
 
     def complete(self, name: str, value: T) -> T:
         """Release a tensor's mapped pages once its final value is ready, and return that value."""
@@ -377,7 +353,7 @@ class Weights:
         stored = self._stored.get(name)
         if stored is None or self.layout != "cpu" or self.checkpoint.shape(stored) != shape:
             return None
-        found = self.checkpoint.load_interleaved(stored, _lanes(), self.expands_scales)
+        found = self.checkpoint.load_interleaved(stored, cpu_lanes(), self.expands_scales)
         if found is not None:
             self._found(name, shape)
         return found
@@ -396,14 +372,6 @@ class Weights:
     def check_loaded(self) -> None:
         """Raise one error for all missing, mis-shaped and unexpected tensors."""
         self._mismatches.raise_all([self._stored[name] for name in self._unloaded])
-
-
-def _lanes() -> int:
-    """Return the rows that CPU kernels interleave."""
-    # imported here: it needs Numba, which a GPU does not
-    from auraflux.ops.simd.isa import ISA
-
-    return ISA.lanes
 
 
 def sampled(rows: Stored) -> list[Tensor]:

@@ -11,6 +11,7 @@ from auraflux.bench.ops import bench_cases
 from auraflux.cli import main
 from auraflux.cli.output import machine_report
 from auraflux.cli.output.machine_report import CPU_CASES, GPU_CASES, named
+from auraflux.ops.simd.threads import thread_pool
 
 
 def diagnose(*words: str) -> dict[str, dict[str, dict]]:
@@ -31,6 +32,17 @@ def test_the_table_shows_the_state_of_each_line():
     done = CliRunner().invoke(main, ["doctor"])
     assert done.exit_code == 0
     assert "✓  torch" in done.stdout
+
+
+def test_looking_compiles_nothing(monkeypatch):
+    """A cache that it filled would keep the next command from saying that it compiles."""
+
+    def start(count: int) -> int:
+        raise AssertionError("the worker threads start, which compiles their loop")
+
+    monkeypatch.setattr(thread_pool, "count", 0)
+    monkeypatch.setattr(thread_pool, "start", start)
+    assert int(diagnose()["kernels"]["threads"]["value"]) >= 1
 
 
 def test_a_missing_optional_package_comes_with_its_command(monkeypatch):

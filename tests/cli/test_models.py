@@ -195,7 +195,7 @@ def write_config(folder: Path, text: str | None) -> Path:
     [
         (None, "has no config.json"),
         ("{", "cannot be read as JSON"),
-        ('{"model_type": "bert"}', "model_type 'bert' is not supported. Those that are: deepseek_v3, "),
+        ('{"model_type": "bert"}', "model_type 'bert' is not supported. Those that are: afmoe, "),
         ('{"model_type": "llama"}', "has no 'num_attention_heads'. The keys it has: model_type"),
     ],
 )

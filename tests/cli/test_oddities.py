@@ -135,8 +135,9 @@ def test_seconds_of_a_server(option: str, seconds: str):
     assert f"{option} {seconds} must be from 0 to 604,800 seconds" in refused("serve", tiny(), option, seconds)
 
 
-def test_an_empty_api_key():
+def test_empty_texts_of_a_server():
     assert "--api-key is empty" in refused("serve", tiny(), "--api-key", "")
+    assert "--name is empty" in refused("serve", tiny(), "--name", " ")
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,8 @@ def test_an_interruption_says_how_to_resume(model: Path, tmp_path, monkeypatch):
     monkeypatch.setattr(expert_packer, "_write_all", stop)
     done = call("pack", model, tmp_path / "packed")
     assert done.exit_code == 130
-    assert done.stderr == f"note: progress is saved in {tmp_path / 'packed'}.partial; run the same command again to resume.\n"
+    kept = f"Progress is saved in {tmp_path / 'packed'}.partial; run the same command again to resume."
+    assert done.stderr == f"Interrupted. {kept}\n"
     assert call("pack", model, tmp_path / "packed").exit_code == 0
     assert not (tmp_path / "packed.partial").exists()
 

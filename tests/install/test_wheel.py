@@ -16,11 +16,14 @@ from auraflux.weights.download.pull import locate, models_folder
 from tests.install.wheels import PIP, ROOT
 
 DATA = ("py.typed", "serve/page/static/*", "eval/texts/*", "eval/questions/*", "*.json")
-# files of modules named auraflux that a process has imported
+# files of modules named auraflux that a process has imported, and what it reads from data files
 LOADED = """
-import sys, auraflux, auraflux.cli, auraflux.ops, auraflux.loading.load, auraflux.serve.app
+import json, sys, auraflux, auraflux.cli, auraflux.ops, auraflux.loading.load, auraflux.serve.app
+from auraflux.bench.shapes import shape_of
+from auraflux.eval.text import read_files
 files = {getattr(module, "__file__", None) for name, module in sys.modules.items() if name.partition(".")[0] == "auraflux"}
-print("\\n".join(sorted(filter(None, files))))
+layers = shape_of("llama-8b")["num_hidden_layers"]
+print(json.dumps({"files": sorted(filter(None, files)), "texts": len(read_files([])), "layers": layers}))
 """
 
 
@@ -77,18 +80,14 @@ def test_installed_command_runs_outside_the_repository(installed: Path):
     assert '"op": "rms_norm"' in listed.stdout
 
 
-def test_installed_package_does_not_import_from_the_repository(installed: Path):
-    files = run(installed, sys.executable, "-c", LOADED).stdout.splitlines()
-    assert len(files) > 100
-    assert [file for file in files if not Path(file).is_relative_to(installed)] == []
-
-
-def test_shapes_and_evaluation_texts_are_installed(installed: Path):
-    # each error is raised after the files were read
-    shapes = run(installed, sys.executable, "-m", "auraflux", "bench", "model", "--random", "--shape", "nothing")
-    assert "there is no shape 'nothing'. Those there are: " in shapes.stderr
-    code = "from auraflux.eval.text import read_files; print(len(read_files([])))"
-    assert int(run(installed, sys.executable, "-c", code).stdout) > 1
+def test_installed_package_uses_its_own_modules_shapes_and_texts(installed: Path):
+    done = run(installed, sys.executable, "-c", LOADED)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["files"]) > 100
+    assert [file for file in found["files"] if not Path(file).is_relative_to(installed)] == []
+    assert found["texts"] > 1
+    assert found["layers"] == 32
 
 
 @pytest.fixture

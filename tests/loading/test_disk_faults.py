@@ -18,7 +18,7 @@ from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool
 from auraflux.weights.experts.settings import ExpertSettings
 from tests.weights.experts.packed_folders import converted, hf_folder, packed
 
-REQUESTS, TOKENS = 64, 6
+REQUESTS, TOKENS = 24, 6
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_requests_survive_the_read_errors_of_others(model: LanguageModel):
     expected = run(model, prompts, 0.0)
     found = run(model, prompts, 0.15)
     failed = [each for each in found if each.finish_reason == "error"]
-    assert 8 <= len(failed) <= REQUESTS - 8
+    assert 4 <= len(failed) <= REQUESTS - 4
     for mine, theirs in zip(found, expected, strict=True):
         if mine.finish_reason == "error":
             assert mine.tokens == theirs.tokens[: len(mine.tokens)]

@@ -142,9 +142,9 @@ def test_generate_batch_equals_single_generations(model: LanguageModel):
 def test_sequences_of_a_batch_end_independently(model: LanguageModel, monkeypatch: pytest.MonkeyPatch):
     prompts = [IDS, IDS[:4], IDS[2:], IDS[3:]]
     settings = {"max_tokens": 12, "temperature": 1.0, "seed": 5}
-    monkeypatch.setattr(model.scheduler.admission, "stop_token_ids", frozenset())
+    monkeypatch.setattr(model.scheduler.builder, "stop_token_ids", frozenset())
     endless = [list(model.tokens(prompt, **settings)) for prompt in prompts]
-    monkeypatch.setattr(model.scheduler.admission, "stop_token_ids", frozenset([endless[0][1], endless[1][4], endless[2][8]]))
+    monkeypatch.setattr(model.scheduler.builder, "stop_token_ids", frozenset([endless[0][1], endless[1][4], endless[2][8]]))
     alone = ["".join(model.generate(prompt, **settings)) for prompt in prompts]
     assert len({len(text) for text in alone}) > 1
     assert model.generate_batch(prompts, **settings) == alone
@@ -156,9 +156,9 @@ def test_the_stop_token_is_cached(model: LanguageModel, monkeypatch: pytest.Monk
     wanted = list(model.tokens(again, max_tokens=4))
     model.reset()
     end = whole.index(whole[4])
-    monkeypatch.setattr(model.scheduler.admission, "stop_token_ids", frozenset([whole[4]]))
+    monkeypatch.setattr(model.scheduler.builder, "stop_token_ids", frozenset([whole[4]]))
     assert list(model.tokens(IDS, max_tokens=8)) == whole[:end]
-    monkeypatch.setattr(model.scheduler.admission, "stop_token_ids", frozenset())
+    monkeypatch.setattr(model.scheduler.builder, "stop_token_ids", frozenset())
     assert list(model.tokens(again, max_tokens=4)) == wanted
     begun = model.engine.graphs.runs_ahead
     assert model.stats.reused_tokens == len(IDS) + end + begun

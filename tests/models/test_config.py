@@ -76,6 +76,16 @@ MIXED = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+LATENT = {
+    **PLAIN,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 BY_KIND = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}
 MORE |= {
     "afmoe": {**MIXED, "model_type": "afmoe"},
@@ -83,6 +93,52 @@ MORE |= {
     "laguna": {**MIXED, "model_type": "laguna", "rope_parameters": BY_KIND, "mlp_layer_types": ["dense", "sparse"]},
     "mimo": {**MIXED, "model_type": "mimo_v2_flash", "head_dim": 24, "n_routed_experts": 4},
     "mellum": {**MIXED, "model_type": "mellum", "rope_parameters": BY_KIND, "mlp_layer_types": ["dense", "sparse"]},
+    "step": {
+        **MIXED,
+        "model_type": "step3p7",
+        "n_routed_experts": 4,
+        "share_expert_dim": 32,
+        "rope_parameters": BY_KIND,
+        "mlp_layer_types": ["dense", "sparse"],
+        "swiglu_limits": [None, 7.0],
+    },
+    "hunyuan": {**PLAIN, "model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2, 2]},
+    "lfm2": {**MIXED, "model_type": "lfm2_moe", "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "cohere": {
+        **{key: value for key, value in MIXED.items() if key != "layer_types"},
+        "model_type": "cohere2_moe",
+        "prefix_dense_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+    },
+    "minimax-m3": {
+        **PLAIN,
+        "model_type": "minimax_m3_vl",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "index_n_heads": 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "kolibri": {**MIXED, "model_type": "kolibri1"},
+    "granite": {**PLAIN, "model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite-hybrid": {
+        **PLAIN,
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "mamba_n_heads": 8,
+        "layer_types": ["mamba", "attention"],
+    },
+    "longcat": {
+        **LATENT,
+        "model_type": "longcat_flash",
+        "num_layers": 1,
+        "q_lora_rank": 32,
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32,
+        "moe_topk": 2,
+    },
+    "deepseek-v2": {**LATENT, "model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "n_group": 2},
     "muse-glimmer": {**PLAIN, "model_type": "muse_glimmer_text", "layer_rope_theta": [1e4, 0]},
 }
 CONFIGS = {name: shape_of(name, 4) for name in shape_names()} | MORE

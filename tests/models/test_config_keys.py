@@ -26,12 +26,23 @@ NOT_INFERENCE = {
     "use_cache",
 }
 # the tensors of a checkpoint decide: a bias is used where there is one
-BY_TENSORS = {"attention_bias", "mlp_bias", "qkv_bias", "use_bias", "use_conv_bias"}
+BY_TENSORS = {"attention_bias", "mlp_bias", "qkv_bias", "use_bias", "use_conv_bias", "mamba_conv_bias", "conv_bias"}
 # other code for the same result, and how many logits are returned
-HOW = {"chunk_size", "num_logits_to_keep", "use_mamba_kernels"}
+HOW = {"chunk_size", "mamba_chunk_size", "num_logits_to_keep", "use_mamba_kernels"}
 # latent attention: heads have the widths of other keys, and each has its own key
 LATENT = {"head_dim", "num_key_value_heads"}
-MLA = ("deepseek_v3", "axk1", "kimi_k25", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa", "kimi_linear")
+MLA = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "longcat_flash",
+    "axk1",
+    "kimi_k25",
+    "glm4_moe_lite",
+    "mistral4",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "kimi_linear",
+)
 OTHERWISE: dict[str, set[str]] = {
     **dict.fromkeys(MLA, LATENT),
     # time steps are not clamped, see docs/models.md
@@ -48,6 +59,8 @@ EXPERTS = {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"mlp_only_layers": [0]},
     "glm4_moe": {"head_dim": 128},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 8},
     "gemma4_text": {"per_layer_config": None, "enable_moe_block": True, **EXPERTS},
     "gemma4_unified_text": {"per_layer_config": None},

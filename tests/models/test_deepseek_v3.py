@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AXK1Config,
     AXK1ForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Glm4MoeLiteConfig,
@@ -82,6 +84,12 @@ def kimi() -> Kimi_K25ForConditionalGeneration:
     return sharpen_routers(Kimi_K25ForConditionalGeneration(Kimi_K25Config(text_config=text, **tower)))
 
 
+def deepseek_v2(**changes: Any) -> DeepseekV2ForCausalLM:
+    torch.manual_seed(0)
+    groups = {"topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0}
+    return sharpen_routers(DeepseekV2ForCausalLM(DeepseekV2Config(**{**SMALL, **groups, **changes})))
+
+
 def axk1(**changes: Any) -> AXK1ForCausalLM:
     torch.manual_seed(0)
     return sharpen_routers(AXK1ForCausalLM(AXK1Config(**{**SMALL, "bos_token_id": 0, "eos_token_id": 1, **changes})))
@@ -121,6 +129,11 @@ RELATIVES: dict[str, Any] = {
     "glm4_moe_lite-listed": lambda: glm_lite(mlp_layer_types=["sparse", "dense", "sparse"], q_lora_rank=None),
     "kimi_k25": kimi,
     "mistral4": mistral4,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v2-greedy": lambda: deepseek_v2(
+        topk_method="greedy", q_lora_rank=None, num_attention_heads=2, num_key_value_heads=2, moe_intermediate_size=60
+    ),
+    "deepseek_v2-yarn": lambda: deepseek_v2(rope_parameters={**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}, n_group=2),
     "axk1": axk1,
     "axk1-odd": lambda: axk1(
         mlp_layer_types=["sparse", "dense", "sparse"], num_attention_heads=3, num_key_value_heads=3, moe_intermediate_size=60

@@ -16,7 +16,7 @@ from auraflux.ops import append_codes, attention, expert_mlp, invariant, mixture
 from auraflux.ops._cases import Case
 from auraflux.ops._dispatch import Declined, families
 from auraflux.ops.attention.pages import KVPages
-from auraflux.ops.fake_gpu import use_fake_gpu
+from auraflux.ops.fake_gpu import HOPPER, Capability, use_fake_gpu
 from auraflux.ops.linear.reference import Weight
 from auraflux.ops.moe.experts import Experts
 from auraflux.ops.moe.routing import Routing
@@ -213,8 +213,8 @@ def empty(*shape: int, bits: int = 4) -> QTensor:
     return QTensor(torch.empty(*rest, width * bits // 32, dtype=torch.int32), scales, biases, bits, 64, shape)
 
 
-def product(tokens: int, rows: int, width: int, bits: int = 4) -> Explanation:
-    with use_fake_gpu():
+def product(tokens: int, rows: int, width: int, bits: int = 4, capability: Capability = HOPPER) -> Explanation:
+    with use_fake_gpu(capability):
         return PRODUCTS.explain(Call(torch.empty(tokens, width, dtype=BF16), [empty(rows, width, bits=bits)]))
 
 
@@ -266,6 +266,7 @@ def test_keys_are_split_where_a_prefill_chunk_has_too_few_programs(tokens: int, 
 LARGE: dict[tuple[str, str], Callable[[], Explanation | None]] = {
     ("linear", "matvec_int4_tma"): partial(product, 1, 8192, 16384),
     ("linear", "matvec_int8"): partial(product, 1, 8192, 8192, 8),
+    ("linear", "gemm_int4_tiles"): partial(product, 32, 8192, 8192, capability=(8, 9)),
     ("linear", "dequantized in bf16, then cuBLAS"): partial(product, 2000, 4096, 4096),
     ("moe", "matvec_tma"): wide_experts,
     ("turboquant", "encode_prefill"): long_prompt,

@@ -335,7 +335,7 @@ def test_sequences_that_share_a_prefix_compute_it_once(kv: str):
     made, text = scheduler_for("llama", kv), model_of("llama")[2]
     instructions, special = [token or 1 for token in text[:100]], 0
     spelling = {"starts_with_space": False, "piece": lambda token: b"x", "is_special": lambda token: token == special}
-    made.admission.tokenizer = SimpleNamespace(special_ids=frozenset([special]), **spelling)
+    made.builder.tokenizer = SimpleNamespace(special_ids=frozenset([special]), **spelling)
     jobs = []
     for number in range(3):
         (job,) = submit(made, [[*instructions, special, *text[100 + 90 * number : 190 + 90 * number]]])

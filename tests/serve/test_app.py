@@ -123,7 +123,7 @@ def test_unexpected_exception_reveals_nothing(monkeypatch: pytest.MonkeyPatch, c
     def broken(*given: Any) -> None:
         raise KeyError("/srv/secret")
 
-    monkeypatch.setattr("auraflux.serve.service.grammar_for", broken)
+    monkeypatch.setattr("auraflux.serve.chat.prompts.grammar_for", broken)
     for path, body in ((CHAT, HELLO), ("/v1/messages", {**HELLO, "model": "toy/model", "max_tokens": 5})):
         caplog.clear()
         answer = client_of().post(path, json=body)

@@ -347,6 +347,17 @@ class ChannelDeltaLayer(RecurrentLayer):
             return channel_delta(state, q, k, v, decay, beta, batch.starts)
 
 
+class ConvLayer(RecurrentLayer):
+    """The inputs of a short convolution without SiLU, and no other state."""
+
+    def __init__(self, group: StateGroup, channels: int, dtype: torch.dtype):
+        self.group, self.conv = group, group.zeros(CONV_WIDTH - 1, channels, dtype=dtype)
+
+    def convolve(self, batch: Batch, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Run the new tokens through the short convolution: [T, C] -> [T, C]."""
+        return self._run_conv(batch, self.conv, lambda state, starts: short_conv(x, state, weight, starts, bias, True))
+
+
 class ScanLayer(RecurrentLayer):
     """A Mamba-2 state: updates do not depend on its contents."""
 

@@ -76,7 +76,12 @@ EXAMPLES = (
 @click.option("--tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens to decode at each length.")
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Rounds; the best counts.")
 @click.option("--profile/--no-profile", default=True, help="With --random: also show the time of a decode step by op.")
-@click.option("--peers/--no-peers", default=True, show_default=True, help="Also time llama.cpp on a GGUF file, if installed.")
+@click.option(
+    "--peers/--no-peers",
+    default=True,
+    show_default=True,
+    help="Also time llama.cpp on a GGUF file, if the package xllamacpp is installed.",
+)
 @options(LOADING)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench_model(
@@ -226,7 +231,7 @@ def _llama_cpp(loaded: "LanguageModel", context: int) -> list[Any]:
     try:
         return [LlamaCpp(loaded.path, context, threads())]
     except ImportError:
-        click.echo("note: llama-cpp-python is not installed, so there is nothing to compare with.", err=True)
+        click.echo("note: the package xllamacpp (llama.cpp) is not installed, so there is nothing to compare with.", err=True)
         return []
 
 

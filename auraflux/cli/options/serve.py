@@ -177,6 +177,8 @@ def front_settings(host: str, log_json: bool, chosen: dict[str, Any]) -> "HttpSe
             f"--host {host} accepts clients of other machines. Give --api-key, for example "
             f"{secrets.token_urlsafe(16)}, or --no-auth."
         )
+    if chosen["name"] is not None and not chosen["name"].strip():
+        raise InputError("--name is empty. Leave it out to take the name of the model's folder or file.")
     _check_seconds(grace=chosen["grace_s"], deadline=chosen["deadline_s"])
     set_up_log(log_json)
     hosts = (*LOCAL, *chosen["hosts"]) if local else chosen["hosts"]

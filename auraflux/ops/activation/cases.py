@@ -64,6 +64,7 @@ CASES = [
     Case(limited_swiglu, "one-token", lambda: limited(6, 2048), bench=True),
     Case(limited_swiglu, "odd-width", lambda: limited(5, 333)),
     Case(limited_swiglu, "far-out", lambda: limited(3, 100, scale=200.0)),
+    Case(limited_swiglu, "gate-apart", lambda: {**limited(5, 333, scale=5.0), "gate_limit": 2.5}),
     Case(limited_swiglu, "bf16", lambda: limited(3, 63, dtype=BF16), tol=4e-3),
     Case(relu_square, "one-token", lambda: {"x": torch.randn(1, 3712)}, bench=True),
     Case(relu_square, "many-tokens", lambda: {"x": torch.randn(40, 1856)}),

@@ -88,13 +88,14 @@ def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tens
 @Kernel
 def _limited_swiglu(args, job, jobs):
     gate, up, out = _part(args, job, jobs)
-    most = real(arguments(args, 5)[4])
+    limit, gate_limit = arguments(args, 6)[4:]
+    most, highest = real(limit), real(gate_limit)
     for i in range(len(out)):
-        out[i] = silu(_clamp(gate[i], LOWEST, most)) * _clamp(up[i], -most, most)
+        out[i] = silu(_clamp(gate[i], LOWEST, highest)) * _clamp(up[i], -most, most)
 
 
-def limited_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    return _elementwise(_limited_swiglu, gate, up, float(limit))
+def limited_swiglu(gate: Tensor, up: Tensor, limit: float, gate_limit: float | None = None) -> Tensor:
+    return _elementwise(_limited_swiglu, gate, up, float(limit), float(limit if gate_limit is None else gate_limit))
 
 
 @Kernel

@@ -22,8 +22,8 @@ def _clamped(gate, up, alpha, limit):
 
 
 @triton.jit
-def _limited(gate, up, limit):
-    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+def _limited(gate, up, gate_limit, limit):
+    gate = tl.minimum(gate, gate_limit, propagate_nan=tl.PropagateNan.ALL)
     up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
     return silu(gate) * tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
 
@@ -44,7 +44,7 @@ def _elements(a, b, out, n, width, gap, alpha, limit, KIND: tl.constexpr, BLOCK:
     elif KIND == "clamped":
         result = _clamped(x, y, alpha, limit)
     elif KIND == "limited":
-        result = _limited(x, y, limit)
+        result = _limited(x, y, alpha, limit)
     else:
         result = x * sigmoid(y)
     tl.store(out + at, result, mask=there)
@@ -71,8 +71,8 @@ def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tens
     return _run("clamped", gate, up, float(alpha), float(limit))
 
 
-def limited_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    return _run("limited", gate, up, 0.0, float(limit))
+def limited_swiglu(gate: Tensor, up: Tensor, limit: float, gate_limit: float | None = None) -> Tensor:
+    return _run("limited", gate, up, float(limit if gate_limit is None else gate_limit), float(limit))
 
 
 def relu_square(x: Tensor) -> Tensor:

@@ -52,19 +52,23 @@ def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tens
     return ((up.float().clamp(-limit, limit) + 1) * wide * torch.sigmoid(alpha * wide)).to(gate.dtype)
 
 
-def _check_limited_swiglu(gate: Tensor, up: Tensor, limit: float) -> None:
+def _check_limited_swiglu(gate: Tensor, up: Tensor, limit: float, gate_limit: float | None = None) -> None:
     _check_clamped_swiglu(gate, up, 1.0, limit)
+    if gate_limit is not None:
+        _check_clamped_swiglu(gate, up, 1.0, gate_limit)
 
 
 @op(check=_check_limited_swiglu)
-def limited_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+def limited_swiglu(gate: Tensor, up: Tensor, limit: float, gate_limit: float | None = None) -> Tensor:
     """Multiply `up` by silu(gate), both clamped first: the activation of DeepSeek V4.
 
-    gate    [...]  clamped from above only
-    up      [...]  clamped to -limit ... limit
-    returns [...]  in gate's dtype
+    gate        [...]  clamped from above only
+    up          [...]  clamped to -limit ... limit
+    gate_limit  of the gate; None for `limit`
+    returns     [...]  in gate's dtype
     """
-    return (silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)).to(gate.dtype)
+    most = limit if gate_limit is None else gate_limit
+    return (silu(gate.float().clamp(max=most)) * up.float().clamp(-limit, limit)).to(gate.dtype)
 
 
 def _check_relu_square(x: Tensor) -> None:

@@ -187,6 +187,8 @@ CASES = [
     Case(short_conv, "empty", lambda: conv(0, 0, channels=63)),
     Case(short_conv, "bias", lambda: biased(conv(2, 9, 1, channels=1100))),
     Case(short_conv, "bias-long", lambda: biased(conv(40, 3, channels=70))),
+    Case(short_conv, "plain", lambda: {**conv(2, 9, 1, channels=1100), "plain": True}),
+    Case(short_conv, "plain-long", lambda: {**biased(conv(40, 3, channels=70)), "plain": True}),
     Case(short_conv, "bf16", lambda: conv(2, 9, channels=100, dtype=BF16), tol=4e-3),
     Case(delta_gates, "one-token", lambda: gates(1, 32), bench=True),
     Case(delta_gates, "512-tokens", lambda: gates(512, 32), bench=True),

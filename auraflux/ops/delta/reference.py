@@ -110,7 +110,9 @@ def gated_delta_prefill(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: T
     return out
 
 
-def _check_short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, bias: Tensor | None = None) -> None:
+def _check_short_conv(
+    x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, bias: Tensor | None = None, plain: bool = False
+) -> None:
     check_dense(x=x, state=state, weight=weight, bias=bias)
     if x.dim() != 2 or state.dim() != 3:
         raise InputError(f"'x' has shape {list(x.shape)} and 'state' {list(state.shape)}; [T, C] and [B, 3, C] are needed.")
@@ -126,7 +128,9 @@ def _check_short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, 
 
 
 @op(origins=("conv1d_step", "conv1d_state_update"), check=_check_short_conv)
-def short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, bias: Tensor | None = None) -> Tensor:
+def short_conv(
+    x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, bias: Tensor | None = None, plain: bool = False
+) -> Tensor:
     """Convolve each channel with its last four inputs, then apply SiLU.
 
     x       [T, C]
@@ -134,6 +138,7 @@ def short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, bias: T
     weight  [4, C]     tap 3 multiplies the newest input
     starts  [B + 1]    int32, where each sequence's tokens begin; a sequence may have none
     bias    [C]        or None, added before SiLU
+    plain   no SiLU
     returns [T, C]     in x's dtype
     """
     out = torch.empty_like(x)
@@ -141,7 +146,8 @@ def short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, bias: T
     for b, (start, end) in enumerate(pairwise(starts.tolist())):
         inputs = torch.cat([state[b], x[start:end]])
         windows = torch.stack([inputs[i : i + end - start] for i in range(CONV_WIDTH)])  # [4, N, C]
-        out[start:end] = torch.nn.functional.silu((windows.float() * taps.unsqueeze(1)).sum(0) + shift)
+        sums = (windows.float() * taps.unsqueeze(1)).sum(0) + shift
+        out[start:end] = sums if plain else torch.nn.functional.silu(sums)
         state[b] = inputs[-3:]
     return out
 

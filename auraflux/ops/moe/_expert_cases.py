@@ -187,6 +187,7 @@ EXPERT_CASES = [
     case("mxfp4-biases-clamp", lambda: routed(9, 3, gpt_oss(6, 64, 96))),
     case("gelu", lambda: routed(9, 3, gemma(6, 64, 128))),
     case("limited", lambda: routed(9, 3, replace(layer(6, 64, 128), activation=Limit(0.5)))),
+    case("gate-limited", lambda: routed(9, 3, replace(layer(6, 64, 128), activation=Limit(0.5, 0.75)))),
     case("many-limited", lambda: routed(40, 3, replace(layer(6, 64, 128), activation=Limit(0.5)))),
     case("many-gelu", lambda: routed(40, 3, gemma(6, 64, 128))),
     case("ungated", lambda: routed(9, 3, ungated(layer(6, 64, 128)))),

@@ -23,10 +23,14 @@ Stack = QTensor | Tensor
 
 @dataclass(frozen=True)
 class Clamp:
-    """Settings of the clamped SwiGLU that replaces silu(gate) * up, see `clamped_swiglu`."""
+    """Settings of the clamped SwiGLU that replaces silu(gate) * up, see `clamped_swiglu`.
+
+    bare  the experts have no biases, and files hold their gate and up rows apart; gpt-oss has biases and alternating rows
+    """
 
     alpha: float
     limit: float
+    bare: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -34,9 +38,13 @@ class Clamp:
 
 @dataclass(frozen=True)
 class Limit:
-    """silu(gate) * up with both inputs clamped first, see `limited_swiglu`."""
+    """silu(gate) * up with both inputs clamped first, see `limited_swiglu`.
+
+    gate  the limit of the gate; None for `limit`
+    """
 
     limit: float
+    gate: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -64,7 +64,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, gain: Te
         total = weights.sum(-1, keepdim=True) + SUM_EPSILON
     else:
         # softmax is monotonic: comparing the logits avoids its rounding
-        ids = _best(wide if bias is None else wide.softmax(-1) + bias.float(), routing.k)
+        choice = wide if bias is None else wide.softmax(-1) + bias.float()
+        ids = _best(_within_best_groups(choice, routing), routing.k)
         chosen = wide.gather(1, ids)
         weights = chosen.softmax(-1) if routing.scoring == "chosen" else wide.softmax(-1).gather(1, ids)
         total = weights.sum(-1, keepdim=True)
@@ -107,11 +108,12 @@ def _best(scores: Tensor, k: int) -> Tensor:
 
 
 def _within_best_groups(scores: Tensor, routing: Routing) -> Tensor:
-    """Set to -inf the scores outside the groups with the highest sum of their two best scores."""
+    """Set to -inf the scores outside the best groups: by the sum of their two best scores, with softmax by their best."""
     if routing.groups == 1:
         return scores
     grouped = torch.where(scores.isnan(), -torch.inf, scores).unflatten(-1, (routing.groups, -1))
-    selected = _best(grouped.topk(2).values.sum(-1), routing.topk_groups)
+    counted = 1 if routing.scoring == "softmax" else 2
+    selected = _best(grouped.topk(counted).values.sum(-1), routing.topk_groups)
     dropped = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, selected, False)
     return grouped.masked_fill(dropped[..., None], -torch.inf).flatten(-2)
 
@@ -338,8 +340,8 @@ def _one_expert(x: Tensor, experts: Experts, expert: int) -> Tensor:
     match experts.activation:
         case Clamp(alpha, limit):
             hidden = clamped_swiglu.reference(gate, up, alpha, limit)
-        case Limit(limit):
-            hidden = limited_swiglu.reference(gate, up, limit)
+        case Limit(limit, gate_limit):
+            hidden = limited_swiglu.reference(gate, up, limit, gate_limit)
         case Gelu():
             hidden = geglu.reference(gate, up)
         case ReluSquare():

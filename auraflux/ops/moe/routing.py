@@ -17,8 +17,8 @@ class Routing:
     scoring      score of a logit: "softmax" over all experts; "sigmoid" per expert; "chosen", softmax over the selected
                  experts; "sqrtsoftplus", sqrt(log(1 + exp(logit))) per expert
     renormalize  divide a token's weights by their sum ("chosen" weights always sum to 1)
-    groups       number of equal groups of consecutive experts ("sigmoid" only)
-    topk_groups  number of best groups that experts are selected from
+    groups       number of equal groups of consecutive experts ("sigmoid" and "softmax" only)
+    topk_groups  number of best groups that experts are selected from: by their two best scores, with softmax by their best
     scale        factor of the final weights
     """
 
@@ -37,7 +37,9 @@ class Routing:
             raise InputError(f"k is {self.k}; a token needs at least one expert.")
         if self.groups < 1 or not 1 <= self.topk_groups <= self.groups:
             raise InputError(f"{self.topk_groups} of {self.groups} groups cannot be selected; 1 to {self.groups} can.")
-        if self.groups > 1 and self.scoring != "sigmoid":
-            raise InputError(f"{self.groups} groups with {self.scoring!r} scoring; only 'sigmoid' scoring supports groups.")
+        if self.groups > 1 and self.scoring not in ("sigmoid", "softmax"):
+            raise InputError(
+                f"{self.groups} groups with {self.scoring!r} scoring; only 'sigmoid' and 'softmax' scoring support groups."
+            )
         if not (self.scale > 0 and math.isfinite(self.scale)):
             raise InputError(f"scale is {self.scale}; it must be positive and finite.")

@@ -11,7 +11,7 @@ from llvmlite import ir
 from auraflux.ops.simd.vectors import F32, I8, I32, I64, call, load, pick, splat, spread, vector
 
 
-def _loads(b: ir.IRBuilder, table: ir.Value, numbers: list[ir.Value], kind: ir.IntType) -> ir.Value:
+def load_entries(b: ir.IRBuilder, table: ir.Value, numbers: list[ir.Value], kind: ir.IntType) -> ir.Value:
     """Load some entries of a table, one by one, into a vector."""
     found, start = ir.Constant(vector(kind, len(numbers)), ir.Undefined), b.ptrtoint(table, I64)
     for lane, number in enumerate(numbers):
@@ -155,12 +155,12 @@ class Isa:
 
     def gather(self, b: ir.IRBuilder, table: ir.Value, index: ir.Value) -> ir.Value:
         """Load the entry of a table for each lane: integers of 32 bits."""
-        return _loads(b, table, [b.extract_element(index, ir.Constant(I32, lane)) for lane in range(self.lanes)], I32)
+        return load_entries(b, table, [b.extract_element(index, ir.Constant(I32, lane)) for lane in range(self.lanes)], I32)
 
     def gather_pairs(self, b: ir.IRBuilder, table: ir.Value, index: ir.Value) -> list[ir.Value]:
         """Load entries of 64 bits: of the first half of the lanes, and of the others."""
         numbers, half = [b.extract_element(index, ir.Constant(I32, lane)) for lane in range(self.lanes)], self.lanes // 2
-        return [_loads(b, table, numbers[first : first + half], I64) for first in (0, half)]
+        return [load_entries(b, table, numbers[first : first + half], I64) for first in (0, half)]
 
     def every_other(self, b: ir.IRBuilder, x: ir.Value, y: ir.Value, first: int) -> ir.Value:
         """Return every other lane of two vectors, from lane `first` on."""

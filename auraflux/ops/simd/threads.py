@@ -269,12 +269,12 @@ os.register_at_fork(after_in_child=thread_pool.reset_after_fork)
 def threads() -> int:
     """Return the number of threads, which is the number of jobs that occupies them all."""
     if not thread_pool.count and thread_pool.count_only_for == threading.get_ident():
-        return _default_count()
-    return thread_pool.count or thread_pool.start(_default_count())
+        return default_count()
+    return thread_pool.count or thread_pool.start(default_count())
 
 
 @cache
-def _default_count() -> int:
+def default_count() -> int:
     """Return the number of threads that the environment sets, or one per core that this process may use."""
     return config.NUMBA_NUM_THREADS if "NUMBA_NUM_THREADS" in os.environ else compute_cores()
 

@@ -1,5 +1,6 @@
 """/v1/rerank: documents in the order of their relevance to a query, as in Jina's and Cohere's APIs."""
 
+import asyncio
 import json
 from typing import Any
 from uuid import uuid4
@@ -48,10 +49,13 @@ def routes(services: Services) -> list[Operation]:
         service = await services.select(request, body.model)
         template, labels = _template(service), _labels(service)
         documents = [each if isinstance(each, str) else each.text for each in body.documents]
-        prompts = [_prompt(service, template, body, text) for text in documents]
         user = caller(request, body.user)
-        requests = [Request(tuple(tokens), user=user, pooling="last", labels=labels) for tokens in prompts]
-        outputs = await run_until_disconnect(request.receive, service.pool(requests))
+
+        def build() -> list[Request]:
+            prompts = (tuple(_prompt(service, template, body, text)) for text in documents)
+            return [service.prompts.fitted(Request(tokens, user=user, pooling="last", labels=labels)) for tokens in prompts]
+
+        outputs = await run_until_disconnect(request.receive, service.pool(await asyncio.to_thread(build)))
         # Cohere's second version returns no documents
         shown = not request.url.path.startswith("/v2") if body.return_documents is None else body.return_documents
         answer = None if outputs is None else _answer(service, body, documents if shown else None, outputs)

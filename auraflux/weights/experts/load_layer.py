@@ -83,7 +83,7 @@ def _load_packed(
 ) -> LayerExperts:
     sharding, slices = weights.expert_sharding, weights.slices
     stacks = f"{name}.{stack_name(activation)}"
-    biases = _biases(weights, name, stacks, count, hidden, inner) if isinstance(activation, Clamp) else {}
+    biases = _biases(weights, name, stacks, count, hidden, inner) if _like_gpt_oss(activation) else {}
     experts = store.layer(name, count, hidden, inner, biases, activation)
     if not slices.unsliced:
         # expert files cannot be sliced by columns: ranks get whole experts
@@ -122,7 +122,7 @@ class _CheckpointExperts:
             return _fused_ungated(weights, prefix, *sizes)
         if not weights.has(f"{prefix}.gate_up_proj"):
             return _per_expert(weights, prefix, self.hidden, self.inner, gated)
-        return (_interleaved if isinstance(self.activation, Clamp) else _fused)(weights, prefix, *sizes)
+        return (_interleaved if _like_gpt_oss(self.activation) else _fused)(weights, prefix, *sizes)
 
     def columns(self) -> range | None:
         """Return the columns of every expert on this rank; None if they do not divide evenly."""
@@ -151,7 +151,7 @@ class _CheckpointExperts:
 
     def biases(self) -> dict[str, Tensor]:
         """Load the biases of all experts."""
-        if not isinstance(self.activation, Clamp):
+        if not _like_gpt_oss(self.activation):
             return {}
         return _biases(self.weights, self.name, self.stacks, self.count, self.hidden, self.inner)
 
@@ -225,12 +225,14 @@ def _slice_bias(kind: str, value: Tensor, columns: range, slices: Slices) -> Ten
 
 def stack_name(activation: Activation | None) -> str:
     """Return mlx-lm's name for stacked experts, which depends on the activation."""
-    match activation:
-        case Clamp():
-            return "experts"
-        case Gelu():
-            return "switch_glu"
-    return "switch_mlp"
+    if _like_gpt_oss(activation):
+        return "experts"
+    return "switch_glu" if isinstance(activation, Gelu) else "switch_mlp"
+
+
+def _like_gpt_oss(activation: Activation | None) -> bool:
+    """Return whether experts have biases, and gate and up alternate."""
+    return isinstance(activation, Clamp) and not activation.bare
 
 
 def _stacked(weights: Weights, stacks: str, count: int, hidden: int, inner: int, gated: bool) -> dict[str, ExpertSource]:

@@ -149,14 +149,17 @@ def deepseek2(meta: GGUFMetadata) -> dict[str, Any]:
     key = meta.get("attention.key_length_mla", HEAD, None) or meta.key_width
     if key <= rope:
         raise FormatError(f"the GGUF file rotates {rope} of {key} channels of a head; fewer than all are expected.")
+    # missing from DeepSeek V2's files
+    scoring, groups = _scoring(meta, 1), meta.get("expert_group_count", COUNT, 1)
+    older = {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy" if groups > 1 else "greedy"}
     return {
+        **(older if scoring == "softmax" else {}),
         **_shared_experts(meta),
         "n_shared_experts": meta.get("expert_shared_count", SHARED_EXPERTS, 0),
         # written only if true
         "norm_topk_prob": meta.get("expert_weights_norm", FLAG, False),
-        # missing from DeepSeek V2's files
-        "scoring_func": _scoring(meta, 1),
-        "n_group": meta.get("expert_group_count", COUNT, 1),
+        "scoring_func": scoring,
+        "n_group": groups,
         "topk_group": meta.get("expert_group_used_count", COUNT, 1),
         "num_key_value_heads": heads,
         "head_dim": rope,

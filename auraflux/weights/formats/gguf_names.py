@@ -126,7 +126,7 @@ def _scaling(meta: GGUFMetadata, config: dict[str, Any], frequencies: NDArray[np
         if config["model_type"] == "gpt_oss":
             scaling["truncate"] = False
         slope = meta.get("rope.scaling.yarn_log_multiplier", number(0, 1e5), 0)
-        if config["model_type"] == "deepseek_v3" and slope:
+        if config["model_type"] in ("deepseek_v2", "deepseek_v3") and slope:
             # llama.cpp stores a tenth; the factor scales all of queries and keys, not only the rotated channels
             scaling["mscale"] = scaling["mscale_all_dim"] = 10 * slope
     return scaling

@@ -44,7 +44,7 @@ async def answer(client: httpx.AsyncClient, closing: dict[int, float], seed: int
 async def answers(served: Served, requests: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
     tokenizer, limits = served.model.tokenizer, httpx.Limits(max_connections=8)
     closing = {tokenizer.encode(text, special=False)[0]: share for text, share in CLOSING.items()}
-    closing |= dict.fromkeys(served.scheduler.admission.stop_token_ids, 1.0)
+    closing |= dict.fromkeys(served.scheduler.builder.stop_token_ids, 1.0)
     async with httpx.AsyncClient(base_url=served.url, timeout=300, limits=limits) as client:
         return await asyncio.gather(*(answer(client, closing, seed, **each) for seed, each in enumerate(requests)))
 

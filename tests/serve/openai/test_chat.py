@@ -310,7 +310,7 @@ def test_formats_become_grammars(monkeypatch: pytest.MonkeyPatch):
         assert tail.endswith("<|im_start|>assistant\n")
         return "a grammar"
 
-    monkeypatch.setattr("auraflux.serve.service.grammar_for", grammar_for)
+    monkeypatch.setattr("auraflux.serve.chat.prompts.grammar_for", grammar_for)
     schema = {"type": "object"}
     link = FakeLink("{}")
     ask(link, response_format={"type": "json_object"})

@@ -115,9 +115,9 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 SHAPES = [
     Shape(),
-    Shape(hidden=2048, inner=768, group=64),
+    pytest.param(Shape(hidden=2048, inner=768, group=64), marks=pytest.mark.slow),
     Shape(hidden=320, inner=192, group=64),
-    Shape(hidden=384, inner=640, group=128),
+    pytest.param(Shape(hidden=384, inner=640, group=128), marks=pytest.mark.slow),
     Shape(hidden=320, inner=192, bits=8, group=64),
     Shape(hidden=320, inner=192, group=64, dtype=torch.float16),
 ]
@@ -158,7 +158,7 @@ def test_results_do_not_depend_on_threads_or_other_pairs(threads: int):
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 5])
 def test_ten_thousand_requests(threads: int):
     chance = random.Random(0)
     x = torch.randn(4, HIDDEN).bfloat16()

@@ -174,6 +174,15 @@ def tiny(kind: str, moe_intermediate_size: int = 64):
     return hf.GptOssForCausalLM(config)
 
 
+def deepseek_v2() -> Any:
+    """Return a model of DeepSeek V2, which GGUF files call as they call V3."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    older = {"topk_method": "group_limited_greedy", "rope_parameters": YARN}
+    return sharpen_routers(hf.DeepseekV2ForCausalLM(hf.DeepseekV2Config(**SHARED | DEEPSEEK | older)))
+
+
 def gguf_tensors(model: Any, kind: str) -> dict[str, np.ndarray]:
     """Return all tensors of a model in GGUF's layout."""
     found: dict[str, np.ndarray] = {}

@@ -111,7 +111,7 @@ def test_super_block_scales_are_expanded_with_enough_memory(tmp_path, monkeypatc
     tensors = llama_tensors(**wide, **{f"model.layers.{i}.mlp.down_proj.weight": (HIDDEN, inner) for i in range(LAYERS)})
     path = write_gguf(tmp_path / "m.gguf", tensors, metadata={"feed_forward_length": inner}, kinds={name: kind})
     ids, found, layouts = list(range(1, 40)), [], []
-    monkeypatch.setattr("auraflux.weights.loader.LANES_THAT_EXPAND", ISA.lanes)
+    monkeypatch.setattr("auraflux.weights.kernel_layout.LANES_THAT_EXPAND", ISA.lanes)
     for free in (1 << 40, 0):
         monkeypatch.setattr("auraflux.weights.loader.free_nbytes", lambda free=free: free)
         ready = Weights(open_checkpoint(path), lambda each: each).to_kernel_layout(open_checkpoint(path).load(name))

@@ -13,7 +13,15 @@ from tests.models.oracles import error, logits, save, tokens, transformers_logit
 from tests.models.test_mtp import family_of, predicted, published, with_mtp
 from tests.ops.quick import some
 from tests.weights.formats.gguf_files import HEADS, HIDDEN, LAYERS, VOCAB, WIDTH, quantize_round_trip, write_gguf
-from tests.weights.formats.gguf_models import METADATA, SMALL_GEMMA4_METADATA, gguf_tensors, small_gemma4, tiny, unpacked
+from tests.weights.formats.gguf_models import (
+    METADATA,
+    SMALL_GEMMA4_METADATA,
+    deepseek_v2,
+    gguf_tensors,
+    small_gemma4,
+    tiny,
+    unpacked,
+)
 
 # llama.cpp stores it as F32 regardless of the other types
 CONVOLUTION = {"model.layers.0.linear_attn.conv1d.weight": "F32"}
@@ -74,10 +82,24 @@ def test_older_deepseek_files_with_fused_kv_b(tmp_path):
         assert error(logits(path, ids), transformers_logits(model, ids)) < 1e-5
 
 
+def test_deepseek_v2_files_route_by_softmax(tmp_path):
+    model = deepseek_v2()
+    save(model, tmp_path / "hf")
+    left_out = "expert_gating_func", "expert_weights_norm"
+    metadata = {key: value for key, value in METADATA["deepseek2"].items() if key not in left_out}
+    path, ids = (
+        write_gguf(tmp_path / "m.gguf", gguf_tensors(model, "deepseek2"), "F32", "deepseek2", metadata),
+        tokens(model, 20),
+    )
+    with use_backend("reference"):
+        assert error(logits(path, ids), transformers_logits(model, ids)) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"expert_gating_func": 1}, "scoring_func 'softmax'; only 'sigmoid'"),
+        ({"expert_gating_func": 1}, "norm_topk_prob True; only False"),
+        ({"expert_gating_func": 3}, "scoring_func '3'; only 'sigmoid'"),
         ({"attention.temperature_scale": 0.1}, "with attention temperature scaling are not supported"),
         ({"attention.key_length_mla": 16}, "rotates 16 of 16 channels of a head; fewer than all are expected"),
     ],

@@ -130,7 +130,7 @@ def gated_delta_prefill(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: T
 
 
 @jit
-def _conv_row(row0, row1, row2, row3, weight, bias, out, width, channels):
+def _conv_row(row0, row1, row2, row3, weight, bias, out, width, channels, plain):
     """Compute one token's outputs from four rows of inputs, oldest first."""
     x0, x1, x2, x3 = floats(row0, channels), floats(row1, channels), floats(row2, channels), floats(row3, channels)
     w0, w1 = floats(weight, channels), floats(weight + 4 * width, channels)
@@ -142,12 +142,13 @@ def _conv_row(row0, row1, row2, row3, weight, bias, out, width, channels):
         shift = floats(bias, channels)
         for c in range(channels):
             outs[c] += shift[c]
-    for c in range(channels):
-        outs[c] = silu(outs[c])
+    if not plain:
+        for c in range(channels):
+            outs[c] = silu(outs[c])
 
 
 @jit
-def _conv_job(job, x, state, weight, bias, starts, out, batch, width):
+def _conv_job(job, x, state, weight, bias, starts, out, batch, width, plain):
     """Convolve one sequence's tokens in CHANNELS channels; no other job touches their state."""
     b, first = job % batch, job // batch * CHANNELS
     channels = min(CHANNELS, width - first)
@@ -160,7 +161,7 @@ def _conv_job(job, x, state, weight, bias, starts, out, batch, width):
         row0 = inputs + (t - 3) * row if t >= 3 else before + t * row
         row1 = inputs + (t - 2) * row if t >= 2 else before + (t + 1) * row
         row2 = inputs + (t - 1) * row if t >= 1 else before + (t + 2) * row
-        _conv_row(row0, row1, row2, inputs + t * row, taps, shift, outs + t * row, width, channels)
+        _conv_row(row0, row1, row2, inputs + t * row, taps, shift, outs + t * row, width, channels, plain)
     if n > 0:
         for i in range(3):
             # with n < 3 the source is a later row of the state itself, not yet overwritten
@@ -172,12 +173,14 @@ def _conv_job(job, x, state, weight, bias, starts, out, batch, width):
 
 @Kernel
 def _conv(args, job, jobs):
-    parts, x, state, weight, bias, starts, out, batch, width = arguments(args, 9)
+    parts, x, state, weight, bias, starts, out, batch, width, plain = arguments(args, 10)
     for part in share(parts, job, jobs):
-        _conv_job(part, x, state, weight, bias, starts, out, batch, width)
+        _conv_job(part, x, state, weight, bias, starts, out, batch, width, plain)
 
 
-def short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, bias: Tensor | None = None) -> Tensor:
+def short_conv(
+    x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, bias: Tensor | None = None, plain: bool = False
+) -> Tensor:
     inputs, before, taps = as_float(x), as_float(state), as_float(weight)
     shift = None if bias is None else as_float(bias)
     batch, width = state.shape[0], x.shape[1]
@@ -189,7 +192,7 @@ def short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, bias: T
         starts.data_ptr(),
         out.data_ptr(),
     )
-    _conv(jobs, batch * -(-width // CHANNELS), *addresses, batch, width)
+    _conv(jobs, batch * -(-width // CHANNELS), *addresses, batch, width, int(plain))
     if before is not state:
         state.copy_(before)
     return like(out, x)

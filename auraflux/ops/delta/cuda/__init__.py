@@ -57,11 +57,13 @@ def gated_delta_prefill(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: T
     return out
 
 
-def short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, bias: Tensor | None = None) -> Tensor:
+def short_conv(
+    x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, bias: Tensor | None = None, plain: bool = False
+) -> Tensor:
     ready(x)
     out = torch.empty_like(x)
     if x.numel():
-        CONV(ConvCall(x, state, weight, bias, starts.to(x.device, non_blocking=True), out))
+        CONV(ConvCall(x, state, weight, bias, starts.to(x.device, non_blocking=True), out, plain))
     return out
 
 

@@ -42,6 +42,7 @@ class ConvCall(NamedTuple):
     bias: Tensor | None
     starts: Tensor
     out: Tensor
+    plain: bool
 
 
 class ScanCall(NamedTuple):

@@ -52,8 +52,8 @@ def _topk(scores, k, ids, values):
 
 
 @jit
-def _drop_groups(selection, groups, topk_groups):
-    """Set to -inf the scores outside the groups with the highest sum of their two best scores."""
+def _drop_groups(selection, groups, topk_groups, pairs):
+    """Set to -inf the scores outside the groups with the highest sum of their two best scores, or without pairs their best."""
     size = len(selection) // groups
     sums, ids, values = np.empty(groups, np.float32), np.empty(topk_groups, np.int32), np.empty(topk_groups, np.float32)
     for g in range(groups):
@@ -63,7 +63,7 @@ def _drop_groups(selection, groups, topk_groups):
                 first, second = score, first
             elif score > second:
                 second = score
-        sums[g] = first + second
+        sums[g] = first + second if pairs else first
     _topk(sums, topk_groups, ids, values)
     for g in range(groups):
         if not np.any(ids == g):
@@ -86,7 +86,7 @@ def _per_expert_scores(logits, bias, groups, topk_groups, scoring, selection):
     for i in range(len(bias)):
         selection[i] += bias[i]
     if groups > 1:
-        _drop_groups(selection, groups, topk_groups)
+        _drop_groups(selection, groups, topk_groups, True)
 
 
 @jit
@@ -143,9 +143,13 @@ def _route(args, job, jobs):
         else:
             if len(bias):
                 highest = _softmax_scores(logits, bias, selection)
-                _topk(selection, k, ids, weights)
             else:
-                _topk(logits, k, ids, weights)
+                selection[:] = logits
+            if groups > 1:
+                _drop_groups(selection, groups, topk_groups, scoring != SOFTMAX)
+            _topk(selection, k, ids, weights)
+            if not len(bias):
+                # the best group has the highest of all
                 highest = weights[0]
             total = _weigh_softmax(logits, highest, scoring == SOFTMAX, ids, weights)
         if not renormalize or total <= 0:

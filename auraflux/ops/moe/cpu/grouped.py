@@ -225,8 +225,8 @@ def _activated(gate: Tensor, up: Tensor, experts: Experts) -> Tensor:
     match experts.activation:
         case Clamp(alpha, limit):
             return clamped_swiglu(gate, up, alpha, limit)
-        case Limit(limit):
-            return limited_swiglu(gate, up, limit)
+        case Limit(limit, gate_limit):
+            return limited_swiglu(gate, up, limit, gate_limit)
         case Gelu():
             return geglu(gate, up)
         case ReluSquare():

@@ -102,6 +102,8 @@ def other_stream(call: MixtureCall) -> str | None:
 
 def biased_softmax(call: MixtureCall | RouteCall) -> str | None:
     """Return why a kernel that compares logits cannot select experts."""
+    if call.routing.scoring == "softmax" and call.routing.groups > 1:
+        return "softmax scores have groups"
     return "softmax scores have a bias" if call.bias is not None and call.routing.scoring != "sigmoid" else None
 
 

@@ -92,7 +92,7 @@ def activate(gate, up, alpha, limit, KIND: tl.constexpr):
         up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
         return (up + 1.0) * gate * sigmoid(alpha * gate)
     elif KIND == "limited":  # noqa: RET505
-        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        gate = tl.minimum(gate, alpha, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
         return silu(gate) * tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
     elif KIND == "gelu":
@@ -306,12 +306,12 @@ def gate_of(experts: Experts | SharedExpert) -> Stack:
 
 
 def activation_of(experts: Experts) -> tuple[float, float, str]:
-    """Return alpha, limit and kind for `activate`."""
+    """Return alpha, limit and kind for `activate`; alpha is the gate's limit where it is limited."""
     match experts.activation:
         case Clamp(alpha, limit):
             return alpha, limit, "clamped"
-        case Limit(limit):
-            return 0.0, limit, "limited"
+        case Limit(limit, gate_limit):
+            return limit if gate_limit is None else gate_limit, limit, "limited"
         case Gelu():
             return 0.0, 0.0, "gelu"
         case ReluSquare():
