@@ -51,7 +51,11 @@ PUBLISHED = {
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), GEMMA4),
 }
 # families whose templates are published with the weights only; any template renders as transformers renders it
-UNPUBLISHED = {"afmoe", "axk1", "exaone_moe", "laguna", "mellum", "mimo_v2_flash", "muse_glimmer", "muse_glimmer_text"}
+UNPUBLISHED = {
+    *("afmoe", "axk1", "exaone_moe", "laguna", "mellum", "mimo_v2_flash", "muse_glimmer", "muse_glimmer_text"),
+    *("cohere2_moe", "deepseek_v2", "granitemoe", "granitemoeshared", "granitemoehybrid", "hunyuan_v1_moe", "kolibri1"),
+    *("lfm2_moe", "longcat_flash", "minimax_m3_vl", "minimax_m3_vl_text", "step3p5", "step3p7"),
+}
 VOCABULARIES = ("qwen35", "qwen2", "gemma-4", "llama-bpe", "llama-spm", "gpt-2")
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "description": "Ort"}}, "required": ["city"]}
