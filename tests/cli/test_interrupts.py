@@ -3,6 +3,7 @@
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -189,10 +190,10 @@ def test_ctrl_c_on_a_terminal(command: str, after_s: float, tmp_path: Path):
     words = [word.format(**places) for word in LONG[command]]
     # every other run finds an empty cache of kernels and calibrations
     code, printed = on_terminal(after_s, command, *words, cache=tmp_path / "cache" if after_s % 1 else None)
-    # it had ended before, or serve ended as it should
-    assert code in (130, 0), printed
+    # else it had ended before, Python was at its own end, which SIGINT ends silently, or serve ended as it should
+    assert code in (130, 0, -signal.SIGINT), printed
     assert "Traceback" not in printed
     assert "Exception ignored" not in printed
     assert printed.count("Interrupted.") == (code == 130 and "(interrupted)" not in printed)
     if command in ("convert", "pack"):
-        assert (tmp_path / "made").exists() == (code == 0)
+        assert (tmp_path / "made").exists() == (code != 130)

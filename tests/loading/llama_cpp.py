@@ -99,6 +99,14 @@ def perplexity(logits: Tensor, ids: list[int]) -> float:
     return math.exp(-float(log_likelihoods(logits, ids).mean()))
 
 
+def differs_by_rounding(own: Tensor, theirs: Tensor, ids: list[int]) -> bool:
+    """Return whether two logits differ as by activations in int8: little, and in no direction."""
+    differences = log_likelihoods(own, ids) - log_likelihoods(theirs, ids)
+    standard_error = float(differences.std()) / len(differences) ** 0.5
+    assert standard_error < 0.01
+    return float(divergence(own, theirs).mean()) < 0.01 and abs(float(differences.mean())) < 3 * standard_error
+
+
 @external_oracle("llama.cpp")
 def greedy(llama: Any, ids: list[int], count: int) -> list[int]:
     """Return the greedy continuation of tokens."""

@@ -1,7 +1,7 @@
 """SmolLM2, a small real model, compared with llama.cpp on the same file."""
 
-import math
 from itertools import pairwise, takewhile
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from auraflux.loading.language_model import LanguageModel
 from auraflux.ops.simd.threads import set_threads, threads
 from auraflux.weights.download.pull import locate
 from tests.engine.test_batch_invariance import alone, compute
-from tests.tested import external_oracle
+from tests.loading.llama_cpp import ask, differs_by_rounding, greedy, llama_cpp, llama_cpp_logits, perplexity
 
 pytestmark = pytest.mark.slow
 
@@ -45,22 +45,20 @@ def model() -> LanguageModel:
 
 
 @pytest.fixture(scope="module")
-@external_oracle("llama.cpp")
-def llama():
-    module = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    return module.Llama(str(locate()), n_ctx=1024, n_threads=2, logits_all=True, verbose=False)
+def llama() -> Any:
+    return llama_cpp(locate())
 
 
 def test_it_knows_the_capital_of_france(model: LanguageModel):
     assert "Paris" in "".join(model.chat([{"role": "user", "content": "What is the capital of France?"}], max_tokens=24))
 
 
-def test_greedy_text_differs_from_llama_cpp_only_at_near_ties(model: LanguageModel, llama):
+def test_greedy_text_differs_from_llama_cpp_only_at_near_ties(model: LanguageModel, llama: Any):
     """llama.cpp quantizes activations to int8, which changes its logits by about 3 %; ours are float32 here."""
     for prompt in PROMPTS:
         ids = model.tokenizer.encode(prompt)
-        assert ids == llama.tokenize(prompt.encode(), add_bos=False)
-        wanted = [token for token, _ in zip(llama.generate(ids, temp=0.0), range(32), strict=False)]
+        assert ids == ask(llama, "/tokenize", {"content": prompt})["tokens"]
+        wanted = greedy(llama, ids, 32)
         found = list(model.tokens(ids, max_tokens=32))
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(found, wanted, strict=False)))
         if same < min(len(found), len(wanted)):
@@ -68,12 +66,10 @@ def test_greedy_text_differs_from_llama_cpp_only_at_near_ties(model: LanguageMod
             assert scores.max() - scores[wanted[same]] < 0.5
 
 
-def test_perplexity_is_that_of_llama_cpp(model: LanguageModel, llama):
+def test_logits_are_those_of_llama_cpp(model: LanguageModel):
+    """llama.cpp quantizes activations to int8; here they are float32."""
     ids = model.tokenizer.encode(TEXT)
-    llama.reset()
-    llama.eval(ids)
-    theirs = perplexity(torch.tensor(llama.scores[: len(ids)]), ids)
-    assert perplexity(model.logits(ids), ids) == pytest.approx(theirs, rel=0.01)
+    assert differs_by_rounding(model.logits(ids), llama_cpp_logits(locate(), ids), ids)
 
 
 @pytest.mark.parametrize(("kv", "most"), [("k8v8", 1.005), ("k8v4", 1.03), ("k4v4", 1.1)])
@@ -81,11 +77,6 @@ def test_a_compressed_cache_costs_little(model: LanguageModel, kv: str, most: fl
     ids = model.tokenizer.encode(TEXT)
     coded = auraflux.load(exact=True, kv=kv, context=1024, device="cpu")
     assert perplexity(coded.logits(ids), ids) < most * perplexity(model.logits(ids), ids)
-
-
-def perplexity(scores: torch.Tensor, ids: list[int]) -> float:
-    chances = torch.log_softmax(scores[:-1].float(), -1)
-    return math.exp(-float(chances.gather(1, torch.tensor(ids[1:])[:, None]).mean()))
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])

@@ -140,7 +140,7 @@ def test_one_token_and_many_give_the_same():
         ({"groups": 0}, "1 of 0 groups cannot be selected"),
         ({"groups": 4, "topk_groups": 5}, "5 of 4 groups cannot be selected"),
         ({"groups": 4, "topk_groups": 0}, "0 of 4 groups cannot be selected"),
-        ({"scoring": "softmax", "groups": 4}, "4 groups with 'softmax' scoring"),
+        ({"scoring": "chosen", "groups": 4}, "4 groups with 'chosen' scoring"),
         ({"scale": 0.0}, r"scale is 0\.0; it must be positive and finite"),
         ({"scale": float("nan")}, "scale is nan"),
     ],
