@@ -14,9 +14,9 @@ COLOURS = {
     "purple": (150, 50, 180),
     "orange": (245, 140, 30),
 }
-SHAPES = ("circle", "square", "triangle", "cross")
+SHAPES = ("circle", "square", "triangle")
 NUMBERS = ("zero", "one", "two", "three", "four", "five")
-BACKGROUNDS = ((255, 255, 255), (225, 225, 225), (15, 15, 15))
+BACKGROUNDS = ((255, 255, 255), (240, 240, 240))
 # questions that need no picture
 FACTS = {
     "What is the opposite of left?": "right",
@@ -33,6 +33,7 @@ FACTS = {
     "Which shape is a wheel?": "a circle",
 }
 Exchange = tuple[str, str]  # a question and its answer
+Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 @dataclass(frozen=True)
@@ -42,27 +43,33 @@ class Thing:
     colour: str
     shape: str
 
+    @property
+    def number(self) -> int:
+        """Number among all things, from 1 on."""
+        return 1 + [*COLOURS].index(self.colour) * len(SHAPES) + SHAPES.index(self.shape)
+
     def __str__(self) -> str:
         return f"a{'n' if self.colour == 'orange' else ''} {self.colour} {self.shape}"
 
 
 def things(random: Random) -> list[Thing]:
-    """Return one to three things, from left to right."""
-    return [Thing(random.choice([*COLOURS]), random.choice(SHAPES)) for _ in range(random.randint(1, 3))]
+    """Return one or two things, from left to right."""
+    return [Thing(random.choice([*COLOURS]), random.choice(SHAPES)) for _ in range(random.randint(1, 2))]
 
 
-def picture(shown: list[Thing], size: tuple[int, int], random: Random, scale: int = 1) -> Image.Image:
-    """Draw things side by side on an image of `scale` times a size in pixels."""
+def picture(shown: list[Thing], size: tuple[int, int], random: Random, scale: int = 1) -> tuple[Image.Image, list[Box]]:
+    """Draw things side by side on an image of `scale` times a size in pixels; return it and where they are at scale 1."""
     width, height = size[0] * scale, size[1] * scale
     image = Image.new("RGB", (width, height), random.choice(BACKGROUNDS))
-    column = width / len(shown)
+    column, boxes = width / len(shown), []
     for number, thing in enumerate(shown):
         side = random.uniform(0.6, 0.92) * min(column, height)
         left = column * number + random.uniform(0, column - side)
         top = random.uniform(0, height - side)
         colour = tuple(min(255, max(0, value + random.randint(-12, 12))) for value in COLOURS[thing.colour])
         _draw(ImageDraw.Draw(image), thing.shape, left, top, side, colour)
-    return image
+        boxes.append((left / scale, top / scale, (left + side) / scale, (top + side) / scale))
+    return image, boxes
 
 
 def _draw(draw: ImageDraw.ImageDraw, shape: str, left: float, top: float, side: float, colour: tuple[int, ...]) -> None:
@@ -71,14 +78,10 @@ def _draw(draw: ImageDraw.ImageDraw, shape: str, left: float, top: float, side: 
         draw.ellipse(box, colour)
     elif shape == "square":
         draw.rectangle((left + side * 0.07, top + side * 0.07, left + side * 0.93, top + side * 0.93), colour)
-    elif shape == "triangle":
+    else:
         middle, radius = left + side / 2, side / 2
         corners = [(middle + radius * sin(turn), top + radius * (1 - cos(turn))) for turn in (0, 2 * pi / 3, 4 * pi / 3)]
         draw.polygon(corners, colour)
-    else:
-        third = side / 3
-        draw.rectangle((left, top + third, left + side, top + 2 * third), colour)
-        draw.rectangle((left + third, top, left + 2 * third, top + side), colour)
 
 
 def description(shown: list[Thing]) -> str:
@@ -89,7 +92,7 @@ def description(shown: list[Thing]) -> str:
 
 def exchange(shown: list[Thing], random: Random) -> Exchange:
     """Return a question about a picture and its answer."""
-    kind = random.choice(["all", "all", "colour", "shape", "count", "is there"])
+    kind = random.choice(["all", "colour", "colour", "shape", "count", "is there"])
     thing = random.choice(shown)
     if kind == "colour" and [each.shape for each in shown].count(thing.shape) == 1:
         return f"Which colour is the {thing.shape}?", thing.colour

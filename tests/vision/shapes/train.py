@@ -9,6 +9,8 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Callable
+from itertools import pairwise, product
 from pathlib import Path
 from random import Random
 
@@ -21,7 +23,20 @@ from torch import Tensor
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from tests.vision.qwen_models import TEMPLATE
-from tests.vision.shapes.data import FACTS, Exchange, exchange, fact, picture, things
+from tests.vision.shapes.data import (
+    COLOURS,
+    FACTS,
+    NUMBERS,
+    SHAPES,
+    Box,
+    Exchange,
+    Thing,
+    description,
+    exchange,
+    fact,
+    picture,
+    things,
+)
 
 SPECIAL = [
     "<|endoftext|>",
@@ -47,9 +62,9 @@ PREPROCESSOR = {
 }
 TEXT = {
     "hidden_size": 96,
-    "intermediate_size": 96,
+    "intermediate_size": 80,
     "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "layer_types": ["full_attention", "linear_attention", "full_attention", "full_attention"],
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 64,
@@ -82,23 +97,28 @@ TOWER = {
     "num_position_embeddings": 64,
 }
 # sides of an image in training; others are resized to at most as many pixels
-SIZES = [(64, 64), (64, 48), (80, 48), (96, 48), (48, 48), (48, 64)]
-STEPS, BATCH, RATE, WARMUP = 1500, 64, 3e-3, 50
+SIZES = [(64, 64), (64, 48), (80, 48), (96, 48), (48, 64)]
+TOWER_STEPS, TOWER_BATCH, TOWER_RATE = 1500, 32, 3e-3
+STEPS, BATCH, RATE, WARMUP = 2500, 32, 2e-3, 50
+LAST_STEPS, LAST_RATE = 700, 1.5e-3
 IGNORED = -100  # a label without a loss
+KINDS = 1 + len(COLOURS) * len(SHAPES)  # of things, with none
 
 
 def train_tokenizer() -> tokenizers.Tokenizer:
     """Train byte-level BPE whose merges make a token of every word of the questions and answers."""
-    random, made = Random(0), tokenizers.Tokenizer(models.BPE())
-    shown = [things(random) for _ in range(2000)]
-    pairs = [*FACTS.items(), *(exchange(each, random) for each in shown)]
+    made, all_things = tokenizers.Tokenizer(models.BPE()), [Thing(*each) for each in product(COLOURS, SHAPES)]
+    questions = [f"Which colour is the {each.shape}? Which shape is {each.colour}? Is there {each}?" for each in all_things]
+    answers = [description([one, another]) for one, another in pairwise(all_things)]
+    others = ["What is in the picture? How many shapes are there? yes no", " ".join(NUMBERS)]
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=640, min_frequency=1, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator(["user\nassistant\n", *(text for pair in pairs for text in pair)], trainer)
+    texts = [*questions, *answers, *others, *NUMBERS, *COLOURS, *(text for pair in FACTS.items() for text in pair)]
+    made.train_from_iterator(["user\nassistant\n", *texts], trainer)
     return made
 
 
@@ -140,10 +160,27 @@ def tokens_of(tokenizer: tokenizers.Tokenizer, pairs: list[Exchange], images: li
     return ids, labels
 
 
+def draw(shown: list[Thing], size: tuple[int, int], random: Random) -> tuple[Image.Image, list[Box]]:
+    """Draw a picture, sharp or resized from twice its size."""
+    scale = random.choice([1, 2])
+    image, boxes = picture(shown, size, random, scale)
+    return image if scale == 1 else image.resize(size, Image.Resampling.BICUBIC), boxes
+
+
+def kinds_of(shown: list[Thing], boxes: list[Box], size: tuple[int, int]) -> list[int]:
+    """Return the number of the thing in the middle of each block, row by row; 0 for none."""
+    kinds = []
+    for y in range(BLOCK // 2, size[1], BLOCK):
+        for x in range(BLOCK // 2, size[0], BLOCK):
+            inside = [left < x < right and top < y < bottom for left, top, right, bottom in boxes]
+            kinds.append(shown[inside.index(True)].number if True in inside else 0)
+    return kinds
+
+
 def make_batch(tokenizer: tokenizers.Tokenizer, random: Random, count: int) -> dict[str, Tensor]:
     """Make conversations with one or two images of one size each, or none."""
     size = random.choice(SIZES)
-    texts, asked, shots = random.random() < 0.05, random.choice([1, 1, 2, 3]), random.choice([1] * 5 + [2])
+    texts, asked, shots = random.random() < 0.05, random.choice([1, 2, 3]), random.choice([1] * 5 + [2])
     rows, images = [], []
     for _ in range(count):
         pairs: list[Exchange] = []
@@ -154,9 +191,7 @@ def make_batch(tokenizer: tokenizers.Tokenizer, random: Random, count: int) -> d
                 sizes += [0] * asked
                 continue
             shown = things(random)
-            scale = random.choice([1, 2, 4])
-            image = picture(shown, size, random, scale)
-            images.append(image.resize(size, Image.Resampling.BICUBIC) if scale > 1 else image)
+            images.append(draw(shown, size, random)[0])
             pairs += [fact(random) if number and random.random() < 0.1 else exchange(shown, random) for number in range(asked)]
             sizes += [size[0] * size[1] // BLOCK**2] + [0] * (asked - 1)
         rows.append(tokens_of(tokenizer, pairs, sizes))
@@ -169,26 +204,66 @@ def make_batch(tokenizer: tokenizers.Tokenizer, random: Random, count: int) -> d
     return batch
 
 
-def train(folder: Path, steps: int = STEPS, seed: int = 0) -> None:
-    """Train the model and save it in bfloat16, with its tokenizer."""
-    tokenizer = train_tokenizer()
-    model = make_model(tokenizer.get_vocab_size()).train()
-    print(f"{sum(each.numel() for each in model.parameters()):,} parameters, {tokenizer.get_vocab_size()} tokens")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
+def descend(parameters: list[torch.nn.Parameter], steps: int, rate: float, loss_of: Callable[[], Tensor]) -> None:
+    """Train parameters with AdamW, a warm-up and a cosine schedule."""
+    optimizer, start = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.01), time.monotonic()
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / WARMUP) * (0.02 + 0.98 * (1 + math.cos(math.pi * step / steps)) / 2)
     )
-    random, start = Random(seed), time.monotonic()
     for step in range(steps):
-        model.model.rope_deltas = None
-        loss = model(**make_batch(tokenizer, random, BATCH)).loss
+        loss = loss_of()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        if step % 50 == 0:
+        if step % 50 == 0 or step == steps - 1:
             print(f"step {step}: loss {loss.item():.4f}, {time.monotonic() - start:.0f} s", flush=True)
+
+
+def train_tower(tower: torch.nn.Module, random: Random) -> None:
+    """Train the tower alone: a linear layer on its embeddings says which thing is in each block."""
+    head = torch.nn.Linear(TOWER["out_hidden_size"], KINDS)
+
+    def loss_of() -> Tensor:
+        size, images, kinds = random.choice(SIZES), [], []
+        for _ in range(TOWER_BATCH):
+            shown = things(random)
+            image, boxes = draw(shown, size, random)
+            images.append(image)
+            kinds += kinds_of(shown, boxes, size)
+        found = head(tower(*patches(images)).pooler_output)
+        return torch.nn.functional.cross_entropy(found, torch.tensor(kinds))
+
+    descend([*tower.parameters(), *head.parameters()], TOWER_STEPS, TOWER_RATE, loss_of)
+
+
+def train_answers(
+    model: Qwen3_5ForConditionalGeneration, tokenizer: tokenizers.Tokenizer, random: Random, steps: int, rate: float
+) -> None:
+    """Train the parameters that have gradients, on the tokens of answers."""
+
+    def loss_of() -> Tensor:
+        batch = make_batch(tokenizer, random, BATCH)
+        labels = batch.pop("labels")[:, 1:]
+        model.model.rope_deltas = None
+        hidden = model.model(**batch, use_cache=False).last_hidden_state[:, :-1]
+        learned = labels != IGNORED
+        return torch.nn.functional.cross_entropy(model.lm_head(hidden[learned]), labels[learned])
+
+    descend([each for each in model.parameters() if each.requires_grad], steps, rate, loss_of)
+
+
+def train(folder: Path) -> None:
+    """Train the model and save it in bfloat16, with its tokenizer."""
+    tokenizer, random = train_tokenizer(), Random(0)
+    model = make_model(tokenizer.get_vocab_size()).train()
+    print(f"{sum(each.numel() for each in model.parameters()):,} parameters, {tokenizer.get_vocab_size()} tokens")
+    train_tower(model.model.visual, random)
+    model.model.visual.requires_grad_(False)
+    train_answers(model, tokenizer, random, STEPS, RATE)
+    model.model.visual.requires_grad_(True)
+    train_answers(model, tokenizer, random, LAST_STEPS, LAST_RATE)
     write(folder, model.eval(), tokenizer)
 
 
@@ -208,6 +283,4 @@ def write(folder: Path, model: Qwen3_5ForConditionalGeneration, tokenizer: token
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    given = parser.parse_args()
-    train(given.folder, given.steps)
+    train(parser.parse_args().folder)
