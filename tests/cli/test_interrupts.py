@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 # interrupts itself, as a terminal would, when a module is imported
 AT_IMPORT = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which background jobs of a shell inherit as ignored
 awaited = sys.argv.pop(1)
 class Finder:
     def find_spec(self, name, path=None, target=None):
@@ -65,8 +66,9 @@ def test_an_interrupt_that_an_extension_module_turned_into_an_error(monkeypatch:
 def test_an_import_is_not_interrupted(tmp_path: Path):
     """A module that is cut short stays behind broken, and may drop the interrupt."""
     code = """
-import time
+import signal, time
 from auraflux.interrupt import leave_when_interrupted, raise_when_interrupted
+signal.signal(signal.SIGINT, signal.default_int_handler)
 leave_when_interrupted()
 raise_when_interrupted()
 try:
@@ -118,6 +120,7 @@ def test_a_lost_interrupt_is_repeated():
     code = """
 import os, signal, time
 from auraflux.interrupt import repeat_lost_interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)
 repeat_lost_interrupts()
 class Slow:
     def __del__(self):
@@ -142,7 +145,12 @@ def test_an_ignored_interrupt_stays_ignored():
 
 
 # makes stdin the terminal of its session, so that Ctrl-C there signals all its processes
-OF_TERMINAL = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+OF_TERMINAL = """
+import fcntl, os, signal, sys, termios
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 def on_terminal(after_s: float, *words: Any, cache: Path | None = None) -> tuple[int, str]:

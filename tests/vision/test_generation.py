@@ -18,6 +18,7 @@ from auraflux.vision.families import open_vision
 from auraflux.vision.processor import place_images
 from auraflux.weights.formats.checkpoint import open_checkpoint
 from tests.models.oracles import Loaded, loaded
+from tests.speculative.test_speculation import OracleProposer, with_drafts
 from tests.vision.qwen_models import END, IMAGE, START, make, patches, picture
 
 GREEDY = Sampling(temperature=0, max_tokens=20)
@@ -74,6 +75,19 @@ def test_greedy_tokens_are_those_of_transformers(sizes):
         tokens, mm_token_type_ids=(tokens == IMAGE).int(), **inputs, max_new_tokens=20, do_sample=False, pad_token_id=0
     )
     assert run(serving, made) == [wanted[0, len(made.prompt) :].tolist()]
+
+
+@pytest.mark.parametrize("kv", ["none", "k8v4"])
+def test_drafts_beside_images_change_no_token(kv: str):
+    plain = scheduler(kv)
+    requests = [request(plain, sizes) for sizes in ([(37, 91), (64, 20)], [], [(40, 40)])]
+    wanted = run(plain, *requests)
+    known = [[*each.prompt, *output] for each, output in zip(requests, wanted, strict=True)]
+    drafting = with_drafts(scheduler(kv), lambda: OracleProposer(known))
+    assert run(drafting, *requests) == wanted
+    assert drafting.speculation is not None
+    # some of what the oracle drafts is wrong
+    assert 0 < drafting.speculation.accepted < drafting.speculation.drafted
 
 
 def test_batches_equal_single_runs():
