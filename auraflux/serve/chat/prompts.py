@@ -1,4 +1,4 @@
-"""`Prompts`: conversations, texts and tokens become requests to the model.
+"""`Prompts`: conversations, strings and tokens become requests to the model.
 
 Rendering and tokenizing take time, so the service calls these methods in worker threads.
 """
