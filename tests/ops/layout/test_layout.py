@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from auraflux.ops.layout.blocks import SPLITS
 from auraflux.ops.layout import gguf
+from auraflux.ops.layout.blocks import SPLITS
 from auraflux.ops.layout.gguf import convert_rows
 from auraflux.ops.layout.rows import interleave
 from auraflux.ops.simd.isa import ISA
