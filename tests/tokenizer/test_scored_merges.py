@@ -5,8 +5,8 @@ import random
 import pytest
 
 from auraflux.errors import FormatError
-from auraflux.tokenizer import scored_merges as module
-from auraflux.tokenizer.scored_merges import scored_merges
+from auraflux.tokenizer.vocabulary import scored_merges as module
+from auraflux.tokenizer.vocabulary.scored_merges import scored_merges
 
 
 def merges(tokens: dict[str, float]) -> list[tuple[str, str]]:

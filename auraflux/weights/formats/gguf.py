@@ -26,6 +26,7 @@ from auraflux.weights.formats.stored import Stored
 from auraflux.weights.formats.untrusted import brief
 
 DENSE = {"F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64"}
+VOCABULARY = [f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type")]
 
 
 class GGUFFile:
@@ -61,6 +62,11 @@ class GGUFFile:
             # a vocabulary takes as much memory again here
             reader.fields.clear()
         return ConfigFile(found, self.path)
+
+    def drop_vocabulary(self) -> None:
+        """Forget the lists of tokens, merges, scores and types."""
+        for key in VOCABULARY:
+            self.metadata.pop(key, None)
 
     @cached_property
     def formats(self) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from auraflux.errors import FormatError
-from auraflux.tokenizer.scored_merges import scored_merges
+from auraflux.tokenizer.vocabulary.scored_merges import scored_merges
 from auraflux.weights.fields import NAME, TOKEN, Fields, fields_of
 from auraflux.weights.formats.untrusted import FLAG, integer, list_of, number, string
 
