@@ -23,7 +23,9 @@ async function textOfPages(pdf) {
   for (let number = 1; number <= pdf.numPages; number++) {
     const page = await pdf.getPage(number);
     const { items } = await page.getTextContent();
-    pages.push(items.map(({ str, hasEOL }) => (hasEOL ? `${str}\n` : str)).join(""));
+    const text = items.map(({ str, hasEOL }) => (hasEOL ? `${str}\n` : str)).join("");
+    // glyphs without a character
+    pages.push(text.replaceAll("\0", ""));
     page.cleanup();
   }
   return pages;
