@@ -143,6 +143,29 @@ def test_keys(page, site):
     page.keyboard.press("Escape")
     page.keyboard.press("Control+Shift+O")
     expect(page.locator("#title")).to_have_text("New conversation")
+    # a conversation above, below, and gone
+    for question in ("about apples", "about pears"):
+        page.keyboard.press("Control+Shift+O")
+        ask(page, question)
+    title = page.locator("#title")
+    for keys, wanted in (
+        ("Down", "about apples"),
+        ("Down", "hello"),
+        ("Down", "hello"),
+        ("Up", "about apples"),
+        ("Up", "about pears"),
+    ):
+        page.keyboard.press(f"Control+Shift+Arrow{keys}")
+        expect(title).to_have_text(wanted)
+    page.fill("#question", "in a text these keys select")
+    page.keyboard.press("Control+Shift+ArrowDown")
+    page.keyboard.press("Control+Shift+Backspace")
+    expect(title).to_have_text("about pears")
+    page.fill("#question", "")
+    page.keyboard.press("Control+Shift+Backspace")
+    expect(page.locator("#conversations .open")).to_have_text(["about apples", "hello"])
+    page.get_by_role("button", name="Undo").click()
+    expect(title).to_have_text("about pears")
     # Control+k on a phone's width opens the list
     page.set_viewport_size({"width": 400, "height": 800})
     page.keyboard.press("Control+k")
