@@ -16,6 +16,7 @@ SAMPLING = {
     "presence_penalty": -0.5,
     "frequency_penalty": 0.5,
     "max_tokens": 77,
+    "max_thinking_tokens": 500,
     "seed": 7,
 }
 
@@ -69,7 +70,18 @@ def test_empty_fields_show_the_defaults_of_the_model(page, site):
     site.app.state.defaults = dict.fromkeys(SAMPLING) | {"temperature": 0.6, "top_k": 20, "source": "generation_config.json"}
     page.reload()
     expect(page.locator("#server-text")).to_have_text("example-model")
-    assert numbers.evaluate_all(placeholders) == ["0.6", "off", "20", "off", "off", "off", "off", "no limit", "random"]
+    assert numbers.evaluate_all(placeholders) == [
+        "0.6",
+        "off",
+        "20",
+        "off",
+        "off",
+        "off",
+        "off",
+        "no limit",
+        "no limit",
+        "random",
+    ]
     page.click("#open-tuning")
     expect(page.locator("#tuning-source")).to_contain_text("generation_config.json")
     page.keyboard.press("Escape")
