@@ -87,14 +87,6 @@ def test_clients_without_gzip_get_the_file_as_stored(client, accepted):
     assert zipped.headers["etag"] != response.headers["etag"]
 
 
-def test_page_names_its_modules_at_once(client):
-    named = re.findall(r"<static/([^>]+)>; rel=modulepreload", client.get("/").headers["link"])
-    classic = re.findall(r'<script src="static/([^"]+)"', HTML)
-    imported = {name_of(file) for file in FILES if file.suffix == ".js"} - set(classic)
-    assert sorted(named) == sorted(imported)
-    assert "link" not in client.get("/static/app.js").headers
-
-
 def test_fonts_are_not_compressed_twice(client):
     assert "content-encoding" not in client.get("/static/vendor/Temml.woff2", headers={"accept-encoding": "gzip"}).headers
 

@@ -41,9 +41,6 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
-# of the page's scripts, those that are no modules
-CLASSIC_SCRIPTS = ("theme.js", "vendor/temml.min.js")
-
 # some systems map .js to text/plain, and browsers refuse to run that
 CONTENT_TYPES = {
     ".css": "text/css",
@@ -70,12 +67,12 @@ class Asset:
     def compressed(self) -> bytes:
         return gzip.compress(self.content, mtime=0)
 
-    def respond(self, request: Request, further: dict[str, str] | None = None) -> Response:
-        """Send the file with further headers, or 304 if the browser's copy is current."""
+    def respond(self, request: Request) -> Response:
+        """Send the file, or 304 if the browser's copy is current."""
         zipped = self.compressible and _takes_gzip(request.headers.get("accept-encoding", ""))
         # each encoding has an ETag of its own
         etag = f'"{self.digest}-gzip"' if zipped else f'"{self.digest}"'
-        headers = {**HEADERS, "ETag": etag, **(further or {})}
+        headers = {**HEADERS, "ETag": etag}
         cached = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
         if etag in cached:
             return Response(status_code=304, headers=headers)
@@ -96,12 +93,9 @@ def _takes_gzip(accepted: str) -> bool:
 def routes() -> list[Route]:
     """Return the routes of the page: `/`, and its files below `/static`."""
     assets = _read_assets(files(__package__) / "static")
-    # the browser asks for all modules at once, not for those of a module when it has read it
-    modules = [name for name in sorted(assets) if name.endswith(".js") and name not in CLASSIC_SCRIPTS]
-    preload = {"Link": ", ".join(f"<static/{name}>; rel=modulepreload" for name in modules)}
 
     async def index(request: Request) -> Response:
-        return assets["index.html"].respond(request, preload)
+        return assets["index.html"].respond(request)
 
     async def static(request: Request) -> Response:
         asset = assets.get(request.path_params["path"])
