@@ -121,12 +121,12 @@ def _shrink_part(x, normed, a, sums, squares, line, slot, unit, K: tl.constexpr,
 
 
 @triton.jit
-def _shrink(x, normed, a, sums, squares, line, slot, unit, K: tl.constexpr, RANK: tl.constexpr, I: tl.constexpr):
-    """Multiply a part of a token by the same part of up to RANKS rows of `a` of weight I, if the unit is one of its."""
-    R: tl.constexpr = RANK[I]
-    FIRST: tl.constexpr = shrinks(K, RANK, I)
-    if (unit >= FIRST) & (unit < shrinks(K, RANK, I + 1)):
-        _shrink_part(x, normed, a, sums + parts_of(K) * ranks_before(RANK, I), squares, line, slot, unit - FIRST, K, R)
+def _shrink(x, normed, a, sums, squares, line, slot, unit, K: tl.constexpr, RANK: tl.constexpr, NUMBER: tl.constexpr):
+    """Multiply a part of a token by the same part of up to RANKS rows of `a` of weight NUMBER, if the unit is one of its."""
+    R: tl.constexpr = RANK[NUMBER]
+    FIRST: tl.constexpr = shrinks(K, RANK, NUMBER)
+    if (unit >= FIRST) & (unit < shrinks(K, RANK, NUMBER + 1)):
+        _shrink_part(x, normed, a, sums + parts_of(K) * ranks_before(RANK, NUMBER), squares, line, slot, unit - FIRST, K, R)
 
 
 @triton.jit
@@ -174,19 +174,19 @@ def _added(y, found, n, N: tl.constexpr):
 @triton.jit
 def _expand(
     product, normed, sums, squares, arrived, slot, adapted, token, unit, K: tl.constexpr, HEIGHTS: tl.constexpr,
-    RANK: tl.constexpr, I: tl.constexpr, EARLY: tl.constexpr,
+    RANK: tl.constexpr, NUMBER: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Add a token's products to columns of weight I, if the unit is one of its."""
-    R: tl.constexpr = RANK[I]
-    N: tl.constexpr = HEIGHTS[I]
+    """Add a token's products to columns of weight NUMBER, if the unit is one of its."""
+    R: tl.constexpr = RANK[NUMBER]
+    N: tl.constexpr = HEIGHTS[NUMBER]
     BN: tl.constexpr = columns(RANK)
-    FIRST: tl.constexpr = expands(HEIGHTS, RANK, I)
-    if (unit >= FIRST) & (unit < expands(HEIGHTS, RANK, I + 1)):
+    FIRST: tl.constexpr = expands(HEIGHTS, RANK, NUMBER)
+    if (unit >= FIRST) & (unit < expands(HEIGHTS, RANK, NUMBER + 1)):
         n = (unit - FIRST) * BN + tl.arange(0, BN)
         if adapted:
             mine = _columns_of(product.b, slot, n, N, R)
             _await(arrived, K, HEIGHTS, RANK, len(RANK))
-            found = _product(normed, mine, sums + parts_of(K) * ranks_before(RANK, I), squares, K, R)
+            found = _product(normed, mine, sums + parts_of(K) * ranks_before(RANK, NUMBER), squares, K, R)
             if EARLY:
                 gdc_wait()
             _added(product.y + token * N, found, n, N)
