@@ -58,6 +58,8 @@ CASES = [
     Case(add_lora, "normed", lambda: adapted(3, 100, (63, 32, 33), (16, 1, 33), norm=True, delta=True, overlap=True)),
     Case(add_lora, "norm-only", lambda: adapted(2, 1100, (40, 300), (64, 3), norm=True)),
     Case(add_lora, "bf16-normed", lambda: adapted(2, 600, (96, 64), dtype=BF16, norm=True, delta=True), tol=8e-3),
+    # more parts than programs
+    Case(add_lora, "64-rows", lambda: adapted(64, 1100, (300,), (64,)), slow=True),
     Case(add_lora, "65-rows", lambda: adapted(65, 33, (40, 8), (2,), norm=True, delta=True)),
     Case(add_lora, "rank-300", lambda: adapted(2, 48, (40,), (300,))),
     Case(add_lora_swiglu, "one-row", lambda: gated(1, 2048, 4096, one=True), bench=True),
