@@ -13,6 +13,8 @@ from torch import Tensor
 
 from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.attention.cuda import decode, flash_paged, mla_columns, mla_products, mla_products_codes, mla_rows, prefill
+from auraflux.ops.attention.cuda.mma import latent
+from auraflux.ops.attention.cuda.mma import prefill as prefill_mma
 from auraflux.ops.attention.pages import KVPages, LatentPages
 from auraflux.ops.gpu.blocks.codes import check_order
 from auraflux.ops.gpu.blocks.flash import RecentKeys
@@ -75,8 +77,8 @@ class HeadProducts(NamedTuple):
     out: Tensor
 
 
-def _not_by_tma(call: Attend) -> str | None:
-    """Return why TMA cannot load tiles of keys and values."""
+def _not_in_tiles(call: Attend) -> str | None:
+    """Return why keys and values cannot be loaded in tiles of 64 positions."""
     q, pages = call.q, call.pages
     if not call.out.numel():
         return EMPTY
@@ -87,9 +89,11 @@ def _not_by_tma(call: Attend) -> str | None:
         return f"heads of {width} and {pages.v.shape[3]}; it is for 64, 128 or 256"
     if page % TILE or pool * key_heads * page >= MOST_POSITIONS:
         return f"{pool} pages of {page} are not multiples of {TILE}-token tiles, or too many"
-    if (q.data_ptr() | pages.k.data_ptr() | pages.v.data_ptr()) % 16:
-        return UNALIGNED
-    return not_wgmma(q.device)
+    return UNALIGNED if (q.data_ptr() | pages.k.data_ptr() | pages.v.data_ptr()) % 16 else None
+
+
+def _not_by_tma(call: Attend) -> str | None:
+    return _not_in_tiles(call) or not_wgmma(call.q.device)
 
 
 def _refuses_decode(call: Attend) -> str | None:
@@ -105,7 +109,8 @@ def _refuses_decode(call: Attend) -> str | None:
     return _not_by_tma(call)
 
 
-def _refuses_prefill(call: Attend) -> str | None:
+def _not_prefill(call: Attend) -> str | None:
+    """Return why programs of 128 rows each are not the quickest."""
     (tokens, heads, _), (sequences, table_width) = call.q.shape, call.pages.table.shape
     key_heads, page = call.pages.k.shape[1:3]
     rows = tokens * (heads // key_heads)
@@ -113,13 +118,21 @@ def _refuses_prefill(call: Attend) -> str | None:
         return f"{rows} rows of queries for {sequences} sequences; it takes {prefill.ROWS} of each at a time"
     if call.scale <= 0:
         return "the scale is not positive"
-    if reason := _not_by_tma(call):
+    if reason := _not_in_tiles(call):
         return reason
     programs, positions = rows // prefill.ROWS * key_heads, table_width * page
     if call.window is not None:
         positions = min(positions, call.window + tokens)
     most = prefill.most_positions(programs)
     return None if positions <= most else f"{programs} programs for {positions} positions: flash_paged splits the keys"
+
+
+def _refuses_prefill(call: Attend) -> str | None:
+    return _not_prefill(call) or not_wgmma(call.q.device)
+
+
+def _refuses_prefill_mma(call: Attend) -> str | None:
+    return _not_prefill(call) or not_gluon(call.q.device)
 
 
 def _refuses_latent(call: AttendLatent) -> str | None:
@@ -145,6 +158,26 @@ def _refuses_mla_columns(call: AttendLatent) -> str | None:
     if call.q_latent.shape[1] > mla_columns.MOST_COLUMNS:
         return f"{call.q_latent.shape[1]} heads; it is for up to {mla_columns.MOST_COLUMNS}"
     return _refuses_latent(call)
+
+
+def _refuses_mla_mma(call: AttendLatent) -> str | None:
+
+    tokens, heads, width = call.q_latent.shape
+    if not call.out.numel():
+        return EMPTY
+    tensors = call.q_latent, call.q_rope, call.pages.latent, call.pages.rope
+    if {x.dtype for x in tensors} not in ({BF16}, {torch.float16}):
+        return "queries and latents do not share a 16-bit dtype"
+    rope, page = call.q_rope.shape[2], call.pages.pool[1]
+    if width not in latent.WIDTHS or rope % 16 or rope > width // 4 or page % latent.KEYS:
+        return f"latents of {width} with keys of {rope} in pages of {page}; it is for 256 and 512 with up to a quarter, 32"
+    if any(x.data_ptr() % 16 for x in tensors):
+        return UNALIGNED
+    if heads > latent.MOST_HEADS:
+        return f"{heads} heads; it is for up to {latent.MOST_HEADS}"
+    if tokens > 2 * len(call.pages.table):
+        return f"{tokens} new tokens of {len(call.pages.table)} sequences; it is for up to two of each"
+    return not_gluon(call.q_latent.device)
 
 
 def _refuses_codes(call: HeadProducts) -> str | None:
@@ -185,6 +218,10 @@ def _prefill(call: Attend) -> None:
     prefill.attend_prefill(*call)
 
 
+def _prefill_mma(call: Attend) -> None:
+    prefill_mma.attend_prefill(*call)
+
+
 def _flash(call: Attend) -> None:
     q, pages, starts, scale, window, sinks, softcap, out, recent = call
     flash_paged.attend(q, None, (pages.k, pages.v), pages, starts, scale, out, window, sinks, softcap, recent)
@@ -196,6 +233,10 @@ def _mla_columns(call: AttendLatent) -> None:
 
 def _mla_rows(call: AttendLatent) -> None:
     mla_rows.attend_rows(*call)
+
+
+def _mla_mma(call: AttendLatent) -> None:
+    latent.attend_latents(*call)
 
 
 def _flash_latent(call: AttendLatent) -> None:
@@ -227,11 +268,13 @@ def _tiles(call: HeadProducts) -> None:
 ATTENTION: Routes[Attend, None] = Routes(
     Route("decode", _refuses_decode, _decode, invariant=True),
     Route("prefill", _refuses_prefill, _prefill),
+    Route("prefill_mma", _refuses_prefill_mma, _prefill_mma),
     Route("flash_paged", _never, _flash),
 )
 LATENT: Routes[AttendLatent, None] = Routes(
     Route("mla_columns", _refuses_mla_columns, _mla_columns, invariant=True),
     Route("mla_rows", _refuses_latent, _mla_rows, invariant=True),
+    Route("mla_mma", _refuses_mla_mma, _mla_mma),
     Route("flash_paged", _never, _flash_latent),
 )
 HEAD_PRODUCTS: Routes[HeadProducts, None] = Routes(
