@@ -100,9 +100,11 @@ def _collect(
     from auraflux.cli.output import inspect_experts
     from auraflux.cli.output.gpu_memory import collect
     from auraflux.engine.calibration import find_cached
+    from auraflux.engine.model_runner import rounded_bits
     from auraflux.machine import free_nbytes, this_machine
     from auraflux.models import family
     from auraflux.models.config import experts_per_token
+    from auraflux.ops._dispatch import activation_bits
     from auraflux.quant import check_format
     from auraflux.weights.format_speed import advice, format_speeds
     from auraflux.weights.formats.checkpoint import open_checkpoint
@@ -122,7 +124,8 @@ def _collect(
     experts = None if checkpoint.experts is None else checkpoint.experts.without(mtp_prefixes)
     k = 0 if experts is None else experts_per_token(checkpoint.config)
     gpu, capability = _gpu(device)
-    products = format_speeds(checkpoint, kind.rename, bits, capability)
+    with activation_bits(rounded_bits(config.hidden)):
+        products = format_speeds(checkpoint, kind.rename, bits, capability)
     return {
         "path": path,
         "form": checkpoint.form,

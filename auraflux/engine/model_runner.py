@@ -8,8 +8,16 @@ from torch import Tensor
 
 from auraflux.cache import Batch, Cache, MixedBatch
 from auraflux.cache.page_shards import PageShard
-from auraflux.ops import exact, invariant
+from auraflux.ops import invariant
+from auraflux.ops._dispatch import activation_bits
 from auraflux.weights.parallel.expert_placement import PlacementResult
+
+NARROW = 1024  # hidden width below which int8 activations often change an answer, and int16 ones take little time
+
+
+def rounded_bits(hidden: int) -> int:
+    """Return the bits to which CPU kernels round the activations of a model of this width, unless `exact`."""
+    return 16 if hidden < NARROW else 8
 
 
 class Model(Protocol):
@@ -53,7 +61,7 @@ class Ranks(Protocol):
 class ModelRunner:
     """A model with its KV cache.
 
-    exact         multiply float32 activations; otherwise CPU kernels round them to int8 per group
+    exact         multiply float32 activations; otherwise CPU kernels round them to int8 per group, to int16 in a narrow model
     invariant     use batch-invariant CUDA kernels; CPU kernels always are
     hidden        hidden states behind the last logits, [N, H]; None unless `HiddenRunner`
     single_rank   no other rank takes part in its steps
@@ -84,8 +92,8 @@ class ModelRunner:
 
     @contextmanager
     def numerics(self) -> Iterator[None]:
-        """Select `exact` and `invariant` kernels inside the block."""
-        with exact(self.exact), invariant(self.invariant):
+        """Select the kernels of `exact` and `invariant` inside the block."""
+        with activation_bits(32 if self.exact else rounded_bits(self.model.config.hidden)), invariant(self.invariant):
             yield
 
     def forward(self, ids: Tensor, batch: Any) -> Tensor:

@@ -35,7 +35,7 @@ if _env_backend not in (None, *BACKENDS):
     raise BackendError(f"AURAFLUX_BACKEND is {_env_backend!r}. Choose one of: {', '.join(BACKENDS)}.")
 
 _forced: ContextVar[str | None] = ContextVar("backend", default=_env_backend)
-_exact: ContextVar[bool] = ContextVar("exact", default=False)
+_activation_bits: ContextVar[int] = ContextVar("activation_bits", default=8)
 _invariant: ContextVar[bool] = ContextVar("invariant", default=False)
 _uncached: ContextVar[bool] = ContextVar("uncached", default=False)
 
@@ -71,7 +71,7 @@ class Op:
         self.declined: dict[str, set[str]] = {}
         self._kernels: dict[str, Callable[..., Any] | None] = {"reference": None}
         # replays CPU calls of a known signature; takes the arguments and `exact`
-        self._call_cache: Callable[[tuple[Any, ...], bool], Any] | None = None
+        self._call_cache: Callable[[tuple[Any, ...], int], Any] | None = None
         self._first_parameter = next(iter(inspect.signature(reference).parameters))
         self.kinds = Kinds(reference)
         self.__doc__ = reference.__doc__
@@ -82,7 +82,7 @@ class Op:
         call_cache = self._call_cache
         if call_cache is None or kwargs or recorder or _forced.get() is not None or _uncached.get():
             return self.run(*args, **kwargs)
-        return call_cache(args, _exact.get())
+        return call_cache(args, _activation_bits.get())
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Check the arguments, then run the kernel, or the reference if there is none or it declines."""
@@ -227,15 +227,26 @@ def use_backend(name: str) -> Iterator[None]:
 @contextmanager
 def exact(on: bool = True) -> Iterator[None]:
     """Multiply float32 activations inside the block; outside, CPU kernels quantize them to int8 per group first."""
-    token = _exact.set(on)
+    with activation_bits(32 if on else 8):
+        yield
+
+
+@contextmanager
+def activation_bits(bits: int) -> Iterator[None]:
+    """Quantize activations to 8 or 16 bits in CPU kernels inside the block, or multiply float32 with 32."""
+    token = _activation_bits.set(bits)
     try:
         yield
     finally:
-        _exact.reset(token)
+        _activation_bits.reset(token)
 
 
 def is_exact() -> bool:
-    return _exact.get()
+    return _activation_bits.get() == 32
+
+
+def current_activation_bits() -> int:
+    return _activation_bits.get()
 
 
 @contextmanager

@@ -29,6 +29,7 @@ DEQUANTIZED = RouteSpeed("dequantized to memory, then a dense product", "a dense
 DENSE_MATVEC = RouteSpeed("dense, 16 or 32 bits per weight", "near peak bandwidth", "float32 products")
 DENSE_GEMM = RouteSpeed("dense product", "as fast as cuBLAS")
 INT8_ACTIVATIONS = RouteSpeed("dequantized in registers, int8 activations", "0.4 to 0.9 of peak bandwidth", "int8 products")
+INT16_ACTIVATIONS = RouteSpeed("dequantized in registers, int16 activations", "0.4 to 0.9 of peak bandwidth", "int8 products")
 HALF_ACTIVATIONS = RouteSpeed(
     "dequantized in registers, half-precision activations", "half of peak bandwidth", "half-precision products"
 )

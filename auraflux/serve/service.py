@@ -10,7 +10,7 @@ from functools import partial
 from starlette.requests import Request as HttpRequest
 
 from auraflux.engine.request import Request, check_generates
-from auraflux.engine.sampling import DefaultSampling, Sampling
+from auraflux.engine.sampling import Sampling
 from auraflux.errors import RankError
 from auraflux.serve.chat.conversation import Conversation, Format
 from auraflux.serve.chat.deltas import Finish
@@ -21,11 +21,8 @@ from auraflux.serve.keep_alive import parse_keep_alive
 from auraflux.serve.limits import Limits, at_most
 from auraflux.serve.listing import KeepAlive, Listing
 from auraflux.serve.metrics import Metrics, ModelMetrics, Tally
-from auraflux.serve.parse import Syntax
-from auraflux.serve.transport.link import Link, ModelFacts
+from auraflux.serve.transport.link import Link
 from auraflux.serve.transport.model_names import adapter_of, is_model
-from auraflux.tokenizer.tokenizer import Tokenizer
-from auraflux.weights.formats.embedding import Embedding
 from auraflux.weights.parallel.expert_placement import PlacementResult
 
 # for cancelled sequences to end
@@ -53,29 +50,6 @@ class Service:
         self._idle.set()
 
     @property
-    def facts(self) -> ModelFacts:
-        """Facts about the model; Failure 503 while it is unavailable."""
-        return self.prompts.facts
-
-    @property
-    def default_sampling(self) -> DefaultSampling:
-        """Sampling settings of requests that leave them out."""
-        return self.facts.default_sampling
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.prompts.tokenizer
-
-    @property
-    def syntax(self) -> Syntax:
-        return self.prompts.syntax
-
-    @property
-    def embedding(self) -> Embedding:
-        """Settings of the model's embeddings; refuse a model that has none."""
-        return self.prompts.embedding
-
-    @property
     def active(self) -> int:
         """Number of running answers."""
         return len(self._outputs)
@@ -84,23 +58,24 @@ class Service:
         """Raise Failure 503 while requests cannot be served."""
         if self.draining:
             raise not_ready("The server is stopping.")
-        _ = self.facts
+        _ = self.prompts.facts
 
     def check_model(self, name: str | None) -> None:
         """Raise Failure 404 if `name` is another model; None stands for the served one."""
-        served = self.facts.name
+        facts = self.prompts.facts
         if name and not self.serves(name):
-            adapters = f", with the adapters {', '.join(self.facts.adapters)}" if self.facts.adapters else ""
-            message = f"The model {name!r} is not served here. The served model: {served}{adapters}."
+            adapters = f", with the adapters {', '.join(facts.adapters)}" if facts.adapters else ""
+            message = f"The model {name!r} is not served here. The served model: {facts.name}{adapters}."
             raise Failure(404, message, code="model_not_found", param="model")
 
     def serves(self, name: str) -> bool:
         """Return whether `name` is the served model's or one of its adapters'."""
-        return is_model(self.facts, self.aliases, name) or adapter_of(self.facts, self.aliases, name) is not None
+        facts = self.prompts.facts
+        return is_model(facts, self.aliases, name) or adapter_of(facts, self.aliases, name) is not None
 
     def for_model(self, name: str | None) -> "Service":
         """Return the service whose requests use the adapter that a name of a model gives."""
-        if (adapter := adapter_of(self.facts, self.aliases, name)) is None:
+        if (adapter := adapter_of(self.prompts.facts, self.aliases, name)) is None:
             return self
         found = copy(self)
         found.adapter = adapter
@@ -129,7 +104,7 @@ class Service:
 
     def describe(self) -> Listing:
         """Return the facts about the model that clients see."""
-        return Listing.of(self.facts, self.link.tokenizer, self.aliases)
+        return Listing.of(self.prompts.facts, self.link.tokenizer, self.aliases)
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, wait for the running ones, and stop those that exceed the grace period."""
@@ -149,13 +124,13 @@ class Service:
     async def chat(self, conversation: Conversation) -> list[ChatOutput]:
         """Start `conversation.count` answers to a conversation."""
         self.check_ready()
-        check_generates(self.facts.generates)
+        check_generates(self.prompts.facts.generates)
         self.limits.check(conversation)
         prompt = await asyncio.to_thread(self.prompts.chat, conversation)
         tools, resumed = offered_tools(conversation), conversation.continue_final_message
 
         def parser() -> OutputParser:
-            return self.syntax.parser(prompt.tail, tools, resumed=resumed)
+            return self.prompts.syntax.parser(prompt.tail, tools, resumed=resumed)
 
         return self._submit([prompt.request], conversation.count, parser, conversation.parallel_tool_calls)
 
@@ -176,7 +151,7 @@ class Service:
         prompt_logprobs  number of most likely tokens to report with each prompt token; None for no log probabilities
         """
         self.check_ready()
-        check_generates(self.facts.generates)
+        check_generates(self.prompts.facts.generates)
         self.limits.check_sampling(sampling, format, count)
         build = partial(self.prompts.completions, format=format, user=user, prompt_logprobs=prompt_logprobs, suffix=suffix)
         return self._submit(await asyncio.to_thread(build, prompts, sampling), count, PlainTextParser)
@@ -191,7 +166,7 @@ class Service:
         """
         self.check_ready()
         # a model without embeddings refuses before the inputs are counted
-        _ = self.embedding
+        _ = self.prompts.embedding
         at_most("input", len(inputs), self.limits.embeddings)
         build = partial(self.prompts.embeddings, user=user, prompt_name=prompt_name, truncate=truncate)
         return await self.pool(await asyncio.to_thread(build, inputs))
@@ -200,7 +175,7 @@ class Service:
         """Return the finished outputs of requests with `pooling`."""
         outputs: list[ChatOutput] = []
         # more would fill the queue
-        free = asyncio.Semaphore(self.facts.max_sequences)
+        free = asyncio.Semaphore(self.prompts.facts.max_sequences)
 
         async def run(request: Request) -> ChatOutput:
             async with free:
@@ -258,7 +233,7 @@ class Service:
             parser,
             prompt_tokens=len(request.prompt),
             tally=self.tally,
-            stop_token_ids=self.facts.eos_token_ids if request.stop_token_ids is None else request.stop_token_ids,
+            stop_token_ids=self.prompts.facts.eos_token_ids if request.stop_token_ids is None else request.stop_token_ids,
             parallel_tool_calls=parallel,
             scored_prompt=None if request.prompt_logprobs is None else request.prompt,
             on_end=self._on_end,

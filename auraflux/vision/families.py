@@ -25,13 +25,39 @@ from auraflux.weights.formats.stored import Checkpoint
 from auraflux.weights.formats.untrusted import OBJECT
 from auraflux.weights.loader import Weights
 
-FAMILIES: dict[str, ModuleType] = {
-    "qwen3_5": qwen,
-    "qwen3_5_moe": qwen,
-    "mistral3": pixtral,
-    "gemma3": gemma3,
-    "gemma4": gemma4,
-    "kimi_k25": kimi,
+
+def one_position(keys: Keys, config: Any) -> np.ndarray | None:
+    """Return None: tokens have one position each."""
+    return None
+
+
+def causal(keys: Keys, processor: ImageProcessor) -> BothWays | None:
+    """Return None: the tokens of an image attend to those before them, as others do."""
+    return None
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of vision towers.
+
+    towers         module with `processor`, `TowerConfig`, `rename` and `Tower`
+    position_axes  which position each RoPE frequency of the language model takes
+    both_ways      how the tokens of an image attend to each other
+    """
+
+    towers: ModuleType
+    position_axes: Callable[[Keys, Any], np.ndarray | None] = one_position
+    both_ways: Callable[[Keys, Any], BothWays | None] = causal
+
+
+QWEN = Family(qwen, position_axes=qwen.position_axes)
+FAMILIES = {
+    "qwen3_5": QWEN,
+    "qwen3_5_moe": QWEN,
+    "mistral3": Family(pixtral),
+    "gemma3": Family(gemma3, both_ways=gemma3.both_ways),
+    "gemma4": Family(gemma4, both_ways=gemma4.both_ways),
+    "kimi_k25": Family(kimi),
 }
 CPU_PIXELS = 1 << 20  # of an image on a CPU, where a tower takes about a second per 100,000
 
@@ -110,7 +136,7 @@ def open_vision(
 
 def _load(
     source: Checkpoint,
-    family: ModuleType,
+    family: Family,
     config: Any,
     device: torch.device,
     dtype: torch.dtype,
@@ -120,10 +146,10 @@ def _load(
     keys = Keys(source.config)
     vision = keys.section("vision_config")
     settings = ImageSettings(source.images) if isinstance(source, MMProjFile) else ImageSettings.read(source.path)
-    processor = family.processor(keys, vision, settings, token_id)
-    sizes = family.TowerConfig.read(keys, vision, config.hidden)
-    weights = Weights(source, family.rename, dtype=dtype, device=device)
-    tower = family.Tower(Loader(weights), sizes, processor)
+    processor = family.towers.processor(keys, vision, settings, token_id)
+    sizes = family.towers.TowerConfig.read(keys, vision, config.hidden)
+    weights = Weights(source, family.towers.rename, dtype=dtype, device=device)
+    tower = family.towers.Tower(Loader(weights), sizes, processor)
     weights.check_loaded()
     if device.type == "cpu":
         processor = processor.limited(CPU_PIXELS)
@@ -147,9 +173,9 @@ def _projector(checkpoint: Checkpoint, given: Path | None, token_id: Callable[[s
     return NoVision(reason)
 
 
-def _family(checkpoint: Checkpoint) -> ModuleType | None:
+def _family(checkpoint: Checkpoint) -> Family | None:
     kind = checkpoint.config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None or not Fields("config.json", checkpoint.config).get("vision_config", OBJECT, None):
         return None
-    return family if any(map(family.rename, checkpoint.sizes())) else None
+    return family if any(map(family.towers.rename, checkpoint.sizes())) else None

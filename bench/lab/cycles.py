@@ -95,10 +95,10 @@ def loops() -> list[Loop]:
 
     found = []
     for bits in (4, 8, 2):
-        form = Form(True, bits, 64, "bf16").text
+        form = Form(8, bits, 64, "bf16").text
         found.append(Loop(f"linear {bits} bits, 1 token", rows_times_tokens, (form, 1, 0), {}, bits, 1, 2))
     for bits in (4, 8, 2):
-        many, spec = isa.ISA.tokens, Form(True, bits, 64, "bf16")
+        many, spec = isa.ISA.tokens, Form(8, bits, 64, "bf16")
         by_tile, by_tokens = (rows_times_tile, (spec.text, many, 1)), (rows_times_tokens, (spec.text, many, 1))
         kernel, constants = by_tile if has_panels(spec) else by_tokens
         found.append(Loop(f"linear {bits} bits, {many} of many", kernel, constants, {}, 8, many, 2))

@@ -25,7 +25,7 @@ def check_close(found: np.ndarray, expected: np.ndarray, tol: float, what: str) 
     assert error <= tol, f"{what}: relative RMS {error:.3g} over {tol:g}"
 
 
-def check_linear(machine: Machine, bits: int, group: int = GROUP, kind: str = "f32", fast: bool = True) -> None:
+def check_linear(machine: Machine, bits: int, group: int = GROUP, kind: str = "f32", activation_bits: int = 8) -> None:
     """Check one token from packed codes, and tiles of tokens from unpacked rows."""
     from auraflux.ops.linear.cpu.activations import prepare_token
     from auraflux.ops.linear.cpu.forms import Form
@@ -36,20 +36,20 @@ def check_linear(machine: Machine, bits: int, group: int = GROUP, kind: str = "f
     from auraflux.quant.levels import levels
     from auraflux.quant.packing import to_lane_layout
 
-    spec, width, tokens, groups = Form(fast, bits, group, kind), GROUP * GROUPS, 8, GROUP * GROUPS // group
-    form, what = spec.text, f"linear {bits} bits, groups of {group}, {kind}{'' if fast else ', exact'}"
+    spec, width, tokens, groups = Form(activation_bits, bits, group, kind), GROUP * GROUPS, 8, GROUP * GROUPS // group
+    form, what = spec.text, f"linear {bits} bits, groups of {group}, {kind}, {activation_bits}-bit activations"
     codes = RANDOM.integers(0, 2**bits, (ROWS, width))
     scale, bias = RANDOM.uniform(0.5, 1, (2, groups, ROWS)).astype(np.float32)
     x = RANDOM.standard_normal((tokens, width)).astype(np.float32)
     step = np.abs(x.reshape(tokens, groups, group)).max(2, keepdims=True) / 127
-    rounded = (np.rint(x.reshape(tokens, groups, group) / step) * step).reshape(tokens, width) if fast else x
+    rounded = (np.rint(x.reshape(tokens, groups, group) / step) * step).reshape(tokens, width) if spec.fast else x
     bias = bias if kind == "f32" else np.zeros_like(bias)
     meant = codes if kind == "f32" else levels(kind, bits).numpy()[codes]
     expected = rounded @ (meant * scale.T.repeat(group, 1) + bias.T.repeat(group, 1)).T
 
     code_at = machine.put(to_lane_layout(torch.from_numpy(packed(codes, bits).view(np.int32)), bits).numpy().T)
     scale_at, bias_at, x_at = machine.put(scale), machine.put(bias), machine.put(x)
-    stride, tol = width * spec.act_nbytes, 1e-5 if fast else 2e-6
+    stride, tol = width * spec.act_nbytes, {8: 1e-5, 16: 5e-5, 32: 2e-6}[activation_bits]
     acts, scales, sums = machine.room(np.int8, tokens, stride), *(machine.room(np.float32, tokens, groups) for _ in range(2))
     for t in range(tokens):
         offset = 4 * t * groups
@@ -76,7 +76,7 @@ def check_linear(machine: Machine, bits: int, group: int = GROUP, kind: str = "f
         assert (many[count:] == 0x7F).all(), "results were stored beyond the last token"
 
 
-def check_grid(machine: Machine, kind: str, fast: bool) -> None:
+def check_grid(machine: Machine, kind: str, activation_bits: int) -> None:
     """Check products with one of GGUF's grid formats: from its blocks, and from unpacked rows with widened scales."""
     from auraflux.ops.linear.cpu.activations import prepare_token
     from auraflux.ops.linear.cpu.forms import Form
@@ -86,8 +86,8 @@ def check_grid(machine: Machine, kind: str, fast: bool) -> None:
     from auraflux.quant import grids
 
     grid, width, tokens = grids.FORMATS[kind], 2 * grids.SIZE, 2
-    spec, groups, group = Form(fast, grid.bits, grid.group, kind, grid.halves), width // grid.group, grid.group
-    form, what = spec.text, f"linear {kind}{'' if fast else ', exact'}"
+    spec, groups, group = Form(activation_bits, grid.bits, grid.group, kind, grid.halves), width // grid.group, grid.group
+    form, what = spec.text, f"linear {kind}, {activation_bits}-bit activations"
     packed = torch.from_numpy(RANDOM.integers(-(1 << 31), 1 << 31, (ROWS, width * grid.bits // 32)).astype(np.int32))
     halves = RANDOM.integers(-(1 << 15), 1 << 15, (ROWS, 2, grid.halves)).astype(np.int16)
     if kind == "iq1_m":
@@ -101,7 +101,7 @@ def check_grid(machine: Machine, kind: str, fast: bool) -> None:
     meant = grids.decode(packed, torch.from_numpy(halves), kind).numpy()
     x = RANDOM.standard_normal((tokens, width)).astype(np.float32)
     step = np.abs(x.reshape(tokens, groups, group)).max(2, keepdims=True) / 127
-    rounded = (np.rint(x.reshape(tokens, groups, group) / step) * step).reshape(tokens, width) if fast else x
+    rounded = (np.rint(x.reshape(tokens, groups, group) / step) * step).reshape(tokens, width) if spec.fast else x
     expected = rounded @ meant.T
 
     code_at, half_at, x_at = machine.put(packed.numpy().T), machine.put(halves.T), machine.put(x)
@@ -115,7 +115,7 @@ def check_grid(machine: Machine, kind: str, fast: bool) -> None:
         out = machine.room(np.float32, tokens, ROWS)
         machine.run(rows_times_tokens, (form, count, 0), code_at, half_at, 0, *rest, out, 4 * ROWS)
         check_close(machine.get(out, np.float32, count, ROWS), expected[:count], 1e-5, f"{what}, {count} tokens")
-    if not fast:
+    if not spec.fast:
         return
     ready, wide = machine.room(np.uint8, ROWS, width * spec.unpacked_nbytes), machine.room(np.float32, groups, ROWS)
     machine.run(unpack_rows, (form,), code_at, half_at, groups, ready)
@@ -228,8 +228,8 @@ def main(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         machine = Machine(name, Path(folder))
         for bits in (2, 3, 4, 5, 6, 8):
-            check_linear(machine, bits)
-            check_linear(machine, bits, fast=False)
+            for activation_bits in (8, 16, 32):
+                check_linear(machine, bits, activation_bits=activation_bits)
         for bits, tile in ((8, 4), (8, 1), (6, 2), (4, 4), (4, 3), (4, 2)):
             check_scores(machine, bits, tile)
         for bits, tile in ((4, 4), (4, 3), (4, 1), (8, 2)):
@@ -238,8 +238,8 @@ def main(name: str) -> None:
         for bits, group, kind in ((6, 16, "centred"), (3, 16, "centred"), (2, 16, "f32"), (4, 32, "iq4"), (4, 16, "nvfp4")):
             check_linear(machine, bits, group, kind)
         for kind in ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"):
-            check_grid(machine, kind, fast=True)
-            check_grid(machine, kind, fast=False)
+            for activation_bits in (8, 16, 32):
+                check_grid(machine, kind, activation_bits)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from transformers import (
 from auraflux.errors import FormatError
 from auraflux.models.granitemoehybrid import Config
 from tests.models.oracles import check_family, save
-from tests.models.test_qwen3_moe import scale_embeddings
+from tests.models.test_qwen3_moe import sharpen_routers
 
 SMALL: dict[str, Any] = {
     "vocab_size": 259,
@@ -58,12 +58,7 @@ def hybrid(**changes: Any) -> Any:
 
 
 def sharpened(model: Any) -> Any:
-    """Widen the margins of a model's routers."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("router.weight"):
-                parameter.mul_(8)
-    return scale_embeddings(model)
+    return sharpen_routers(model, "router.weight")
 
 
 VARIANTS = {

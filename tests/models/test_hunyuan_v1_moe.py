@@ -11,7 +11,7 @@ from transformers import HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM
 from auraflux.errors import FormatError
 from auraflux.models.hunyuan_v1_moe import Config
 from tests.models.oracles import check_family, error, logits, save, tokens, transformers_logits
-from tests.models.test_qwen3_moe import check_layouts, scale_embeddings
+from tests.models.test_qwen3_moe import check_layouts, sharpen_routers
 
 SMALL: dict[str, Any] = {
     "vocab_size": 259,
@@ -31,12 +31,7 @@ ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 100.0, "factor": 1.
 
 def hunyuan(**changes: Any) -> Any:
     torch.manual_seed(0)
-    model = HunYuanMoEV1ForCausalLM(HunYuanMoEV1Config(**SMALL | changes))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("gate.wg.weight"):
-                parameter.mul_(8)
-    return scale_embeddings(model)
+    return sharpen_routers(HunYuanMoEV1ForCausalLM(HunYuanMoEV1Config(**SMALL | changes)), "gate.wg.weight")
 
 
 VARIANTS = {

@@ -53,6 +53,15 @@ def scale_embeddings(model: Any) -> Any:
     return model
 
 
+def sharpen_routers(model: Any, router: str) -> Any:
+    """Widen the margins of the routers, whose weights have names that end with `router`, and scale up the embeddings."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(router):
+                parameter.mul_(8)
+    return scale_embeddings(model)
+
+
 def qwen3_moe(**changes: Any) -> Any:
     torch.manual_seed(0)
     return scale_embeddings(Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SMALL, **changes})))

@@ -14,9 +14,10 @@ import torch
 from auraflux import ops
 from auraflux.ops import append_codes, attention, expert_mlp, invariant, mixture, turboquant_attention
 from auraflux.ops._cases import Case
-from auraflux.ops._dispatch import Declined, families
+from auraflux.ops._dispatch import Declined, activation_bits, families
 from auraflux.ops.attention.pages import KVPages
 from auraflux.ops.fake_gpu import HOPPER, Capability, use_fake_gpu
+from auraflux.ops.linear.cpu.routes import DRIVERS
 from auraflux.ops.linear.reference import Weight
 from auraflux.ops.moe.experts import Experts
 from auraflux.ops.moe.routing import Routing
@@ -303,7 +304,12 @@ def test_every_route_is_taken_by_something(backend: str, verdicts: dict[str, dic
     if backend == "cpu" and not ISA.half_products:
         reached.add(("linear", "activations in half precision"))
     if backend == "cpu" and not ISA.matrix_tiles:
-        reached |= {("linear", f"activations in {kind} with AMX") for kind in ("int8", "float32")}
+        reached |= {("linear", f"activations in {kind} with AMX") for kind in ("int8", "int16", "float32")}
+    if backend == "cpu":
+        with activation_bits(16):
+            reached |= {("linear", name) for name in taken(DRIVERS.explain(empty(64, 128)))}
+        if not ISA.digits:
+            reached.add(("linear", "activations in int16"))
     if backend == "cuda":
         reached |= set(LARGE)
         with invariant():

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from auraflux.engine.request import RequestStats
@@ -62,7 +63,7 @@ class FakeService:
     """Answers every request with `script`, or raises `refusal`; records the conversations."""
 
     def __init__(self) -> None:
-        self.limits, self.facts, self.default_sampling = Limits(), FACTS, DEFAULTS
+        self.limits, self.prompts = Limits(), SimpleNamespace(facts=FACTS, default_sampling=DEFAULTS)
         self.script: Sequence[Sequence[Delta]] = HELLO
         self.refusal: Exception | None = None
         self.conversations: list[Conversation] = []

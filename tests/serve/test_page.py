@@ -19,7 +19,14 @@ FILES = sorted(path for path in ROOT.rglob("*") if path.is_file())
 OWN = [path for path in FILES if path.parent != VENDOR]
 SCRIPTS = [path for path in OWN if path.suffix == ".js"]
 HTML = (ROOT / "index.html").read_text()
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".woff2": "font/woff2"}
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".mjs": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
+}
 
 
 def name_of(file: Path) -> str:
@@ -59,6 +66,29 @@ def test_headers_allow_nothing_from_elsewhere(client, path):
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["referrer-policy"] == "no-referrer"
     assert headers["cache-control"] == "no-cache"
+
+
+@pytest.mark.parametrize("accepted", ["gzip", "br, GZIP;q=0.5, *;q=0", "gzip; q=1.0"])
+def test_text_is_compressed_for_clients_that_take_it(client, accepted):
+    for file in (ROOT / "app.js", VENDOR / "temml.min.js"):
+        response = client.get(path_of(file), headers={"accept-encoding": accepted})
+        assert response.headers["content-encoding"] == "gzip"
+        assert response.headers["vary"] == "Accept-Encoding"
+        assert int(response.headers["content-length"]) < len(file.read_bytes()) / 2
+        assert response.content == file.read_bytes()
+
+
+@pytest.mark.parametrize("accepted", ["", "identity", "gzip;q=0", "gzip;q=0.000, deflate", "xgzip"])
+def test_clients_without_gzip_get_the_file_as_stored(client, accepted):
+    response = client.get("/static/app.js", headers={"accept-encoding": accepted})
+    assert "content-encoding" not in response.headers
+    assert int(response.headers["content-length"]) == len((ROOT / "app.js").read_bytes())
+    zipped = client.get("/static/app.js", headers={"accept-encoding": "gzip"})
+    assert zipped.headers["etag"] != response.headers["etag"]
+
+
+def test_fonts_are_not_compressed_twice(client):
+    assert "content-encoding" not in client.get("/static/vendor/Temml.woff2", headers={"accept-encoding": "gzip"}).headers
 
 
 def test_a_copy_that_is_still_good_is_not_sent_again(client):
@@ -115,7 +145,7 @@ def test_html_holds_no_code_and_no_style():
 def test_every_file_that_is_named_exists_and_every_file_is_named():
     named = set(re.findall(r'(?:src|href)="static/([^"]+)"', HTML)) | {"index.html"}
     for script in SCRIPTS:
-        imports = re.findall(r'(?:from|import) "(\.[^"]+)"', script.read_text())
+        imports = re.findall(r'(?:from |import |import\()"(\.[^"]+)"', script.read_text())
         named |= {resolved(script, path) for path in imports}
     for sheet in (file for file in FILES if file.suffix == ".css"):
         fonts = re.findall(r"""url\(["']([^"':]+)["']\)""", sheet.read_text())

@@ -151,7 +151,7 @@ LOADING = [
         default=True,
         help="Replay recorded decode steps and prefill chunks; as CUDA graphs on a GPU.",
     ),
-    click.option("--exact", is_flag=True, help="Use float32 activations instead of int8 ones."),
+    click.option("--exact", is_flag=True, help="Use float32 activations instead of rounded ones."),
     click.option("--invariant", is_flag=True, help="Make CUDA kernels batch-invariant; CPU kernels always are."),
     click.option(
         "--adapter",

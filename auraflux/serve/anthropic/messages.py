@@ -32,7 +32,7 @@ def routes(services: Services) -> list[Operation]:
 
     async def count(request: Request) -> Response:
         service, body = await _read(services, request, CountRequest)
-        conversation = to_conversation(body, caller(request), service.default_sampling)
+        conversation = to_conversation(body, caller(request), service.prompts.default_sampling)
         return JSONResponse({"input_tokens": await service.count_tokens(conversation)})
 
     summary = "Answer a conversation (Anthropic Messages)."
@@ -52,8 +52,8 @@ def error_response(failure: Failure, request_id: str | None) -> Response:
 
 async def _create(services: Services, request: Request) -> Response:
     service, body = await _read(services, request, MessagesRequest)
-    model = service.facts.name
-    [output] = await service.chat(to_conversation(body, caller(request, body.user), service.default_sampling))
+    model = service.prompts.facts.name
+    [output] = await service.chat(to_conversation(body, caller(request, body.user), service.prompts.default_sampling))
     if body.stream:
         chunks = events.stream(output.batches(), model, output.prompt_tokens)
         return EventStream(chunks, [output], events.error_event, service.limits.idle_s)

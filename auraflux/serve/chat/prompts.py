@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from auraflux.engine.request import Request, ThinkingBudget
-from auraflux.engine.sampling import Sampling
+from auraflux.engine.sampling import DefaultSampling, Sampling
 from auraflux.errors import ContextError, InputError, TemplateError
 from auraflux.serve.chat.conversation import Conversation, Format, partial_reply, system_message_variants
 from auraflux.serve.chat.images import prepare_images
@@ -59,6 +59,11 @@ class Prompts:
         if self.link.facts is None:
             raise not_ready(self.link.unavailable_reason)
         return self.link.facts
+
+    @property
+    def default_sampling(self) -> DefaultSampling:
+        """Sampling settings of requests that leave them out."""
+        return self.facts.default_sampling
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -40,7 +40,7 @@ def routes(services: Services) -> list[Operation]:
             return await _load(services, request, body, chat_fields)
         service = await services.select(request, body.model, body.keep_alive)
         asked = chat_request(service, body)
-        [output] = await service.chat(to_conversation(asked, service.limits, caller(request), service.default_sampling))
+        [output] = await service.chat(to_conversation(asked, service.limits, caller(request), service.prompts.default_sampling))
         return await _answer(service, request, body, output, chat_fields)
 
     async def generate(request: Request) -> Response:
@@ -81,13 +81,13 @@ async def _load(
 
 async def _generate(service: Service, body: GenerateRequest, user: str) -> ChatOutput:
     """Start the answer to a prompt: as a user's message, or raw, also for a model without a chat template."""
-    if not body.raw and not body.suffix and (body.system or service.tokenizer.templates):
+    if not body.raw and not body.suffix and (body.system or service.prompts.tokenizer.templates):
         asked = prompt_request(service, body)
-        [output] = await service.chat(to_conversation(asked, service.limits, user, service.default_sampling))
+        [output] = await service.chat(to_conversation(asked, service.limits, user, service.prompts.default_sampling))
         return output
     fields = SamplingFields(**sampling_fields(body))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = to_sampling(fields, service.default_sampling, max_tokens=fields.max_tokens, logprobs=logprobs)
+    sampling = to_sampling(fields, service.prompts.default_sampling, max_tokens=fields.max_tokens, logprobs=logprobs)
     format = to_format(fields.response_format, None)
     prompts, suffix = [body.prompt or ""], body.suffix or ""
     [output] = await service.complete(prompts, sampling, format=format, count=1, user=user, suffix=suffix)

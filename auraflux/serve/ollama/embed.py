@@ -49,7 +49,7 @@ async def _embed(services: Services, request: Request, body: EmbedRequest) -> di
     outputs = await run_until_disconnect(request.receive, work)
     if outputs is None:
         return None
-    vectors = service.embedding.vectors([output.embedding for output in outputs], body.dimensions)
+    vectors = service.prompts.embedding.vectors([output.embedding for output in outputs], body.dimensions)
     return {
         "model": body.model,
         "embeddings": vectors.tolist(),

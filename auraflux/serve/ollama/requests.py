@@ -15,7 +15,7 @@ EFFORTS = ("low", "medium", "high", "max")
 def chat_request(service: Service, body: ChatRequest) -> openai.ChatCompletionRequest:
     """Convert a chat request; refuse what the model's chat template lacks."""
     if body.tools and "tools" not in capabilities(service.describe()):
-        raise InputError(f"The model {service.facts.name} does not support tools: its chat template has none.")
+        raise InputError(f"The model {service.prompts.facts.name} does not support tools: its chat template has none.")
     return _with_messages(service, body, _messages(body.messages or []), tools=body.tools)
 
 
@@ -93,7 +93,7 @@ def _thinking(service: Service, body: AnswerFields) -> dict[str, Any]:
     if isinstance(think, str) and think not in EFFORTS:
         raise InputError(f"think is {think[:80]!r}; it must be true, false, {', '.join(map(repr, EFFORTS))}.")
     if think and "thinking" not in capabilities(service.describe()):
-        raise InputError(f"The model {service.facts.name} does not support thinking: its chat template has none.")
+        raise InputError(f"The model {service.prompts.facts.name} does not support thinking: its chat template has none.")
     # templates know one name or the other
     switch = {"chat_template_kwargs": dict.fromkeys(("enable_thinking", "thinking"), bool(think))}
     return switch if isinstance(think, bool) else {**switch, "reasoning_effort": think}

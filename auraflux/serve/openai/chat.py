@@ -33,7 +33,7 @@ def routes(services: Services) -> list[Route]:
     async def chat(request: Request) -> Response:
         body = await read_body(request, ChatCompletionRequest, services.limits)
         service = await services.select(request, body.model)
-        user, defaults = caller(request, body.user), service.default_sampling
+        user, defaults = caller(request, body.user), service.prompts.default_sampling
         outputs = await service.chat(to_conversation(body, service.limits, user, defaults))
         if body.stream:
             include_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -60,7 +60,7 @@ def error_chunk(failure: Failure) -> bytes:
 
 
 async def _stream(service: Service, outputs: list[ChatOutput], include_usage: bool) -> AsyncIterator[bytes]:
-    id, name, tokenizer = _id(), service.facts.name, service.tokenizer
+    id, name, tokenizer = _id(), service.prompts.facts.name, service.prompts.tokenizer
     chunks = [Chunks(id, name, number, tokenizer, include_usage) for number in range(len(outputs))]
     yield "".join(chunk.first() for chunk in chunks).encode()
     last, running = b"", len(outputs)
@@ -88,7 +88,7 @@ async def _full_response(service: Service, outputs: list[ChatOutput]) -> dict[st
         "id": _id(),
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": service.facts.name,
+        "model": service.prompts.facts.name,
         "choices": choices,
         "usage": usage_of(outputs, len(outputs)),
         "timings": timings_of(outputs),
@@ -104,7 +104,9 @@ def _choice(service: Service, number: int, deltas: list[Delta], finish: Finish) 
         message |= {"reasoning": reasoning, "reasoning_content": reasoning}
     if calls:
         message["tool_calls"] = calls
-    tokens = [chat_logprob(service.tokenizer, each) for delta in deltas if type(delta) is Logprobs for each in delta.tokens]
+    tokens = [
+        chat_logprob(service.prompts.tokenizer, each) for delta in deltas if type(delta) is Logprobs for each in delta.tokens
+    ]
     requested = any(type(delta) is Logprobs for delta in deltas)
     logprobs = {"content": tokens, "refusal": None} if requested else None
     return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": finish.reason}

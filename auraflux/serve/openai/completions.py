@@ -45,7 +45,7 @@ def routes(services: Services) -> list[Route]:
         _check(body)
         prompts, count = _prompts(body), body.n or 1
         at_most("prompt", len(prompts), service.limits.prompts)
-        defaults = service.default_sampling
+        defaults = service.prompts.default_sampling
         most = MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
         sampling = to_sampling(body, defaults, max_tokens=most, logprobs=body.logprobs)
         format = to_format(body.response_format, body.grammar)
@@ -96,7 +96,7 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
 
 
 def _echoes(service: Service, prompts: list[Prompt]) -> list[str]:
-    return [prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt) for prompt in prompts]
+    return [prompt if isinstance(prompt, str) else service.prompts.tokenizer.decode(prompt) for prompt in prompts]
 
 
 class _CompletionOutputs:
@@ -115,7 +115,7 @@ class _CompletionOutputs:
             "id": f"cmpl-{uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": service.facts.name,
+            "model": service.prompts.facts.name,
         }
 
     async def stream(self, include_usage: bool) -> AsyncIterator[bytes]:

@@ -48,10 +48,10 @@ def inputs_of(given: Text | list[str] | list[list[int]]) -> list[Text]:
 
 def _answer(service: Service, body: EmbeddingsRequest, outputs: list[ChatOutput]) -> dict[str, Any]:
     data = []
-    vectors = service.embedding.vectors([output.embedding for output in outputs], body.dimensions)
+    vectors = service.prompts.embedding.vectors([output.embedding for output in outputs], body.dimensions)
     for index, vector in enumerate(vectors):
         encoded = base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
         data.append({"object": "embedding", "index": index, "embedding": encoded})
     tokens = sum(output.prompt_tokens for output in outputs)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"object": "list", "data": data, "model": service.facts.name, "usage": usage}
+    return {"object": "list", "data": data, "model": service.prompts.facts.name, "usage": usage}

@@ -51,18 +51,18 @@ def routes(services: Services) -> list[Route]:
         body = await read_body(request, TokenizeRequest, services.limits)
         service = await services.select(request, body.model)
         tokens = await _tokens(service, body)
-        return JSONResponse({"count": len(tokens), "max_model_len": service.facts.context, "tokens": tokens})
+        return JSONResponse({"count": len(tokens), "max_model_len": service.prompts.facts.context, "tokens": tokens})
 
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeRequest, services.limits)
         service = await services.select(request, body.model)
-        wrong = next((token for token in body.tokens if token >= service.facts.vocab), None)
+        wrong = next((token for token in body.tokens if token >= service.prompts.facts.vocab), None)
         if wrong is not None:
-            raise InputError(f"Token id {wrong} is outside the model's vocabulary of {service.facts.vocab} tokens.")
-        return JSONResponse({"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens, True)})
+            raise InputError(f"Token id {wrong} is outside the model's vocabulary of {service.prompts.facts.vocab} tokens.")
+        return JSONResponse({"prompt": await asyncio.to_thread(service.prompts.tokenizer.decode, body.tokens, True)})
 
     async def tokenizer_info(request: Request) -> Response:
-        tokenizer = (await services.select(request, request.query_params.get("model"))).tokenizer
+        tokenizer = (await services.select(request, request.query_params.get("model"))).prompts.tokenizer
         return JSONResponse({**tokenizer.names, "chat_template": tokenizer.templates.get("default")})
 
     async def place_experts(request: Request) -> Response:
@@ -102,7 +102,7 @@ async def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise InputError("Give either a prompt or messages.")
     if body.prompt is not None:
-        return await asyncio.to_thread(service.tokenizer.encode, body.prompt, body.add_special_tokens)
+        return await asyncio.to_thread(service.prompts.tokenizer.encode, body.prompt, body.add_special_tokens)
     return await service.tokenize(tokenize_request_to_conversation(body, service.limits), body.add_generation_prompt)
 
 

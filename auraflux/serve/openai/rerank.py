@@ -68,7 +68,7 @@ def routes(services: Services) -> list[Operation]:
 
 def _template(service: Service) -> str:
     """Return the prompt of a reranker, with places for query and document; refuse other models."""
-    facts, templates = service.facts, service.tokenizer.templates
+    facts, templates = service.prompts.facts, service.prompts.tokenizer.templates
     if TEMPLATE in templates:
         return templates[TEMPLATE]
     named = f"{facts.name} {facts.path or ''}".lower()
@@ -80,22 +80,22 @@ def _template(service: Service) -> str:
 
 
 def _labels(service: Service) -> tuple[int, ...]:
-    found = [service.tokenizer.token_id(label) for label in LABELS]
+    found = [service.prompts.tokenizer.token_id(label) for label in LABELS]
     if None in found:
-        raise InputError(f"The model {service.facts.name} cannot rerank: its vocabulary has no tokens 'yes' and 'no'.")
+        raise InputError(f"The model {service.prompts.facts.name} cannot rerank: its vocabulary has no tokens 'yes' and 'no'.")
     return tuple(number for number in found if number is not None)
 
 
 def _prompt(service: Service, template: str, body: RerankRequest, document: str) -> list[int]:
     if body.max_tokens_per_doc is not None:
-        tokens = service.tokenizer.encode(document, special=False)
+        tokens = service.prompts.tokenizer.encode(document, special=False)
         if len(tokens) > body.max_tokens_per_doc:
-            document = service.tokenizer.decode(tokens[: body.max_tokens_per_doc], special=True)
+            document = service.prompts.tokenizer.decode(tokens[: body.max_tokens_per_doc], special=True)
     if body.instruction is not None:
         template = template.replace(INSTRUCTION, body.instruction, 1)
     before, _, rest = template.partition("{query}")
     between, _, after = rest.partition("{document}")
-    return service.tokenizer.encode(f"{before}{body.query}{between}{document}{after}", special=False)
+    return service.prompts.tokenizer.encode(f"{before}{body.query}{between}{document}{after}", special=False)
 
 
 def _answer(service: Service, body: RerankRequest, documents: list[str] | None, outputs: list[ChatOutput]) -> dict[str, Any]:
@@ -110,4 +110,10 @@ def _answer(service: Service, body: RerankRequest, documents: list[str] | None, 
     tokens = sum(output.prompt_tokens for output in outputs)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     billed = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}, "tokens": {"input_tokens": tokens}}
-    return {"id": f"rerank-{uuid4().hex}", "model": service.facts.name, "usage": usage, "meta": billed, "results": results}
+    return {
+        "id": f"rerank-{uuid4().hex}",
+        "model": service.prompts.facts.name,
+        "usage": usage,
+        "meta": billed,
+        "results": results,
+    }

@@ -41,10 +41,10 @@ async def _respond(services: Services, request: Request) -> Response:
     service = await services.select(request, body.model)
     if isinstance(body.input, list):
         at_most("items of input", len(body.input), service.limits.messages)
-    conversation = to_conversation(body, caller(request, body.named), service.default_sampling)
-    initial = initial_response(body, conversation, service.facts.name)
+    conversation = to_conversation(body, caller(request, body.named), service.prompts.default_sampling)
+    initial = initial_response(body, conversation, service.prompts.facts.name)
     [output] = await service.chat(conversation)
-    events = ResponseEvents(initial, lambda logprob: chat_logprob(service.tokenizer, logprob))
+    events = ResponseEvents(initial, lambda logprob: chat_logprob(service.prompts.tokenizer, logprob))
     if body.stream:
         return EventStream(_stream(events, output), [output], events.fail, service.limits.idle_s)
     response = await run_until_disconnect(request.receive, _full_response(events, output), [output])

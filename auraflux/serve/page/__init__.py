@@ -1,9 +1,12 @@
 """Serve the chat page: static files that call the API of the same server.
 
-All files are read once from this package. A request looks its name up in a table, so no client input becomes a path.
+All files are read once from this package. A request looks its name up in a table, so no client input becomes a path. Text is
+sent compressed to clients that take gzip.
 """
 
+import gzip
 import mimetypes
+from functools import cached_property
 from hashlib import sha256
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -34,6 +37,7 @@ HEADERS = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
+    "Vary": "Accept-Encoding",
     "X-Content-Type-Options": "nosniff",
 }
 
@@ -42,6 +46,7 @@ CONTENT_TYPES = {
     ".css": "text/css",
     ".html": "text/html",
     ".js": "text/javascript",
+    ".mjs": "text/javascript",
     ".svg": "image/svg+xml",
     ".woff2": "font/woff2",
 }
@@ -54,15 +59,35 @@ class Asset:
         suffix = name[name.rfind(".") :]
         self.content = content
         self.content_type = CONTENT_TYPES.get(suffix) or mimetypes.guess_type(name)[0] or "application/octet-stream"
-        self.etag = f'"{sha256(content).hexdigest()[:32]}"'
+        # fonts are compressed already
+        self.compressible = suffix != ".woff2"
+        self.digest = sha256(content).hexdigest()[:32]
+
+    @cached_property
+    def compressed(self) -> bytes:
+        return gzip.compress(self.content, mtime=0)
 
     def respond(self, request: Request) -> Response:
         """Send the file, or 304 if the browser's copy is current."""
-        headers = {**HEADERS, "ETag": self.etag}
+        zipped = self.compressible and _takes_gzip(request.headers.get("accept-encoding", ""))
+        # each encoding has an ETag of its own
+        etag = f'"{self.digest}-gzip"' if zipped else f'"{self.digest}"'
+        headers = {**HEADERS, "ETag": etag}
         cached = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
-        if self.etag in cached:
+        if etag in cached:
             return Response(status_code=304, headers=headers)
-        return Response(self.content, media_type=self.content_type, headers=headers)
+        if zipped:
+            headers["Content-Encoding"] = "gzip"
+        return Response(self.compressed if zipped else self.content, media_type=self.content_type, headers=headers)
+
+
+def _takes_gzip(accepted: str) -> bool:
+    """Return whether an Accept-Encoding header names gzip, other than to refuse it."""
+    for each in accepted.lower().split(","):
+        name, _, quality = each.replace(" ", "").partition(";q=")
+        if name == "gzip":
+            return quality.strip("0.") != "" or not quality
+    return False
 
 
 def routes() -> list[Route]:

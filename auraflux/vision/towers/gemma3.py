@@ -127,10 +127,6 @@ def processor(keys: Keys, vision: Fields, settings: ImageSettings, token_id: Cal
     )
 
 
-def position_axes(keys: Keys, config: Any) -> None:
-    """Return None: tokens have one position each."""
-
-
 def both_ways(keys: Keys, processor: SquareProcessor) -> BothWays:
     """Return how the tokens of an image attend to each other."""
     return BothWays(processor.tokens_side**2)

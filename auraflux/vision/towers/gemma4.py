@@ -146,10 +146,6 @@ def processor(keys: Keys, vision: Fields, settings: ImageSettings, token_id: Cal
     )
 
 
-def position_axes(keys: Keys, config: Any) -> None:
-    """Return None: tokens have one position each."""
-
-
 def both_ways(keys: Keys, processor: AreaProcessor) -> BothWays | None:
     """Return how the tokens of an image attend to each other: in larger models in both directions, in layers with windows."""
     listed = keys.get("use_bidirectional_attention", NAME, None)

@@ -134,14 +134,6 @@ def processor(keys: Keys, vision: Fields, settings: ImageSettings, token_id: Cal
     )
 
 
-def position_axes(keys: Keys, config: Any) -> None:
-    """Return None: tokens have one position each."""
-
-
-def both_ways(keys: Keys, processor: RowProcessor) -> None:
-    """Return None: the tokens of an image attend to those before them, as others do."""
-
-
 def rename(name: str) -> str | None:
     """Return a tower's name of a checkpoint's tensor; None for other tensors."""
     name = name.removeprefix("model.")

@@ -88,10 +88,6 @@ def position_axes(keys: Keys, config: Any) -> np.ndarray:
     return axes
 
 
-def both_ways(keys: Keys, processor: GridProcessor) -> None:
-    """Return None: the tokens of an image attend to those before them, as others do."""
-
-
 def rename(name: str) -> str | None:
     """Return a tower's name of a checkpoint's tensor; None for other tensors."""
     for prefix in ("model.visual.", "visual.", "vision_tower."):

@@ -121,8 +121,8 @@ def test_experts_in_blobs(kinds: tuple[str, ...], tokens: int):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_kernel_is_compiled_for_a_grid(kind: str):
     grid = FORMATS[kind]
-    form = driver(True, grid.bits, grid.group, kind).form
-    assert form == Form(True, grid.bits, grid.group, kind, grid.halves)
+    form = driver(8, grid.bits, grid.group, kind).form
+    assert form == Form(8, grid.bits, grid.group, kind, grid.halves)
     assert Form.parse(form.text) == form
     # activations of a group must not leave it
     order = grid_order(form)

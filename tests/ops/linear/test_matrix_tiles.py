@@ -38,14 +38,14 @@ def weight_of(rows: int, width: int, bits: int = 4, group: int = 64, kind: str =
     return quantize(numbers.bfloat16() if kind == "affine" else numbers, bits, group, kind)
 
 
-def drivers(weight: QTensor, fast: bool = True) -> tuple[Driver, Driver]:
+def drivers(weight: QTensor, activation_bits: int = 8) -> tuple[Driver, Driver]:
     """Return the driver with AMX and the one without."""
     bits, group, _, storage = weight.format
-    return driver(fast, bits, group, storage, by_tiles=True), driver(fast, bits, group, storage)
+    return driver(activation_bits, bits, group, storage, by_tiles=True), driver(activation_bits, bits, group, storage)
 
 
-def assert_equal(x: torch.Tensor, weights: list[QTensor], fast: bool = True) -> None:
-    tiled, plain = (multiply(each, x, weights) for each in drivers(weights[0], fast))
+def assert_equal(x: torch.Tensor, weights: list[QTensor], activation_bits: int = 8) -> None:
+    tiled, plain = (multiply(each, x, weights) for each in drivers(weights[0], activation_bits))
     for found, expected in zip(tiled, plain, strict=True):
         assert torch.equal(found, expected)
 
@@ -63,11 +63,12 @@ def test_products_are_those_by_vectors(form: tuple[int, int, str]):
 
 @needs_amx
 @pytest.mark.parametrize("group", some([32, 64, 128], {64}))
-def test_exact_products_are_those_by_vectors(group: int):
+@pytest.mark.parametrize("activation_bits", [16, 32])
+def test_products_of_several_digits_are_those_by_vectors(group: int, activation_bits: int):
     torch.manual_seed(0)
     weights = [weight_of(rows, 256, 4, group).interleave(ISA.lanes) for rows in (16, 40)]
     for tokens in (5, 20):
-        assert_equal(torch.randn(tokens, 256), weights, fast=False)
+        assert_equal(torch.randn(tokens, 256), weights, activation_bits)
 
 
 @needs_amx

@@ -133,7 +133,7 @@ def test_experts_in_blobs_are_the_same_bits(kinds: tuple[str, ...], tokens: int)
 
 
 def test_a_kernel_is_compiled_for_words():
-    form = driver(True, 4, 32, "q4_k").form
-    assert form == Form(True, 4, 32, "f32", 5)
+    form = driver(8, 4, 32, "q4_k").form
+    assert form == Form(8, 4, 32, "f32", 5)
     assert Form.parse(form.text) == form
-    assert driver(True, 4, 32, "iq4_xs").form == Form(True, 4, 32, "iq4", 3)
+    assert driver(8, 4, 32, "iq4_xs").form == Form(8, 4, 32, "iq4", 3)

@@ -5,6 +5,7 @@ from base64 import b64decode, b64encode
 import pytest
 
 from tests.serve.page.conftest import ask
+from tests.serve.page.pdf_file import pdf
 from tests.serve.page_stub import ANSWER, MATHS
 
 expect = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed").expect
@@ -45,7 +46,7 @@ def test_stopped_answer_can_be_continued(page, site):
     expect(page.locator(".reply .prose")).to_contain_text("A cache")
     page.keyboard.press("Escape")
     page.get_by_role("button", name="Continue", exact=True).click()
-    expect(page.locator(".reply .prose h4").first).to_have_text("What is stored")
+    expect(page.locator(".reply .prose h3").first).to_have_text("What is stored")
     page.keyboard.press("Escape")
     begun = site.received[1]["messages"][-1]
     assert ANSWER.startswith(begun["content"])
@@ -76,11 +77,26 @@ def test_files_are_sent_with_the_message(page, site):
     assert site.received[1]["messages"][0]["content"].endswith("a;ü\n```\n\nand now?")
 
 
+LOCK = f"/Filter /Standard /V 1 /R 2 /O <{'00' * 32}> /U <{'00' * 32}> /P -4"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
         ("photo.png", bytes(range(256)), "photo.png is a picture, and this model reads text only."),
-        ("paper.pdf", b"%PDF-1.7 text", "paper.pdf is a PDF. Save it as plain text, or copy its text into the message."),
+        ("paper.pdf", b"%PDF-1.7 text", "paper.pdf is damaged, or no PDF."),
+        (
+            "scan.pdf",
+            pdf([""]),
+            "scan.pdf holds no text, perhaps only pictures of its pages. Add a picture, or copy its text into the message.",
+        ),
+        ("secret.pdf", pdf(["secret"], LOCK), "secret.pdf is protected by a password."),
+        ("long.pdf", pdf(["word " * 4000] * 60), "The text of long.pdf has 1.2 MB; a file may have at most 1.0 MB."),
+        (
+            "paper.docx",
+            b"PK\x03\x04\0",
+            "paper.docx is a Word document. Save it as plain text, or copy its text into the message.",
+        ),
         ("big.log", b"x" * 1_200_000, "big.log has 1.2 MB; a file may have at most 1.0 MB."),
         ("empty.txt", b"", "empty.txt is empty or a folder."),
     ],
@@ -89,6 +105,21 @@ def test_files_that_are_no_text_are_refused(page, name, content, problem):
     page.set_input_files("#attach-file", upload(name, content))
     expect(page.locator("#note")).to_have_text(problem)
     expect(page.locator("#attachments")).to_be_hidden()
+
+
+def test_the_text_of_a_pdf_is_sent(page, site):
+    requested: list[str] = []
+    page.on("request", lambda request: requested.append(request.url))
+    page.set_input_files("#attach-file", upload("paper.pdf", pdf(["The harbour of Ålesund", "", "shipped 4,217 crates"])))
+    expect(page.locator("#attachments .chip-name")).to_have_text("paper.pdf")
+    expect(page.locator("#attachments small")).to_have_text("11 tokens")
+    ask(page, "how many?")
+    text = "The harbour of Ålesund\n\nshipped 4,217 crates"
+    assert site.received[0]["messages"][0]["content"] == f"File paper.pdf:\n\n```\n{text}\n```\n\nhow many?"
+    # the library comes with the first PDF only
+    page.reload()
+    page.set_input_files("#attach-file", upload("notes.txt", b"a note"))
+    assert sum("pdf.worker" in url for url in requested) == 1
 
 
 PIXEL = b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")

@@ -55,6 +55,7 @@ MARKDOWN = {
     "- a\n\n- b": "<ul><li><p>a</p></li><li><p>b</p></li></ul>",
     "> a\n> > b": "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote>",
     "a\n# b\n---": '<p>a</p><h3 class="level-1">b</h3><hr>',
+    "## a\n### b\n###### c": '<h3 class="level-2">a</h3><h4 class="level-3">b</h4><h6 class="level-6">c</h6>',
     "[a](https://e.com/(b))": '<p><a href="https://e.com/(b)">a</a></p>',
     "(https://e.com/b).": '<p>(<a href="https://e.com/b">https://e.com/b</a>).</p>',
     "[a](javascript:b) [c](data:d) [e](/f)": "<p>a c e</p>",

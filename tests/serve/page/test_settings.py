@@ -16,6 +16,7 @@ SAMPLING = {
     "presence_penalty": -0.5,
     "frequency_penalty": 0.5,
     "max_tokens": 77,
+    "max_thinking_tokens": 500,
     "seed": 7,
 }
 
@@ -69,7 +70,18 @@ def test_empty_fields_show_the_defaults_of_the_model(page, site):
     site.app.state.defaults = dict.fromkeys(SAMPLING) | {"temperature": 0.6, "top_k": 20, "source": "generation_config.json"}
     page.reload()
     expect(page.locator("#server-text")).to_have_text("example-model")
-    assert numbers.evaluate_all(placeholders) == ["0.6", "off", "20", "off", "off", "off", "off", "no limit", "random"]
+    assert numbers.evaluate_all(placeholders) == [
+        "0.6",
+        "off",
+        "20",
+        "off",
+        "off",
+        "off",
+        "off",
+        "no limit",
+        "no limit",
+        "random",
+    ]
     page.click("#open-tuning")
     expect(page.locator("#tuning-source")).to_contain_text("generation_config.json")
     page.keyboard.press("Escape")
@@ -143,6 +155,29 @@ def test_keys(page, site):
     page.keyboard.press("Escape")
     page.keyboard.press("Control+Shift+O")
     expect(page.locator("#title")).to_have_text("New conversation")
+    # a conversation above, below, and gone
+    for question in ("about apples", "about pears"):
+        page.keyboard.press("Control+Shift+O")
+        ask(page, question)
+    title = page.locator("#title")
+    for keys, wanted in (
+        ("Down", "about apples"),
+        ("Down", "hello"),
+        ("Down", "hello"),
+        ("Up", "about apples"),
+        ("Up", "about pears"),
+    ):
+        page.keyboard.press(f"Control+Shift+Arrow{keys}")
+        expect(title).to_have_text(wanted)
+    page.fill("#question", "in a text these keys select")
+    page.keyboard.press("Control+Shift+ArrowDown")
+    page.keyboard.press("Control+Shift+Backspace")
+    expect(title).to_have_text("about pears")
+    page.fill("#question", "")
+    page.keyboard.press("Control+Shift+Backspace")
+    expect(page.locator("#conversations .open")).to_have_text(["about apples", "hello"])
+    page.get_by_role("button", name="Undo").click()
+    expect(title).to_have_text("about pears")
     # Control+k on a phone's width opens the list
     page.set_viewport_size({"width": 400, "height": 800})
     page.keyboard.press("Control+k")

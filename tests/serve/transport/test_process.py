@@ -159,5 +159,6 @@ def test_http_process_dies(loaded: bool):
             served.ready()
         os.kill(served.http, signal.SIGKILL)
         assert served.end() == 1
-        when = "with code -9" if loaded else "while the model was loaded"
-        assert served.lines[-1] == f"error: the HTTP process exited {when}; see the log above.\n"
+        while_loading = "ended while the model was loaded; the log above says why"
+        how = "exited with code -9; see the log above" if loaded else while_loading
+        assert served.lines[-1] == f"error: the HTTP process {how}.\n"

@@ -20,7 +20,7 @@ def prepare_token(b, form, x, groups, acts, scales, sums):
         values = load(b, x, b.mul(loop.index, at(4 * group)), vector(F32, group))
         slot = b.mul(loop.index, at(4))
         if form.digits:
-            digits, scale, total = (_round_group if form.digits == 1 else _split_group)(b, values)
+            digits, scale, total = _round_group(b, values) if form.digits == 1 else _split_group(b, values, form.digits)
             in_chunk = activation_order(form.bits) if form.grid is None else grid_order(form)
             order = [chunk + i for chunk in range(0, group, CHUNK) for i in in_chunk[:group]]
             place = b.mul(b.sdiv(loop.index, at(form.parts)), at(form.span * form.digits))
@@ -72,37 +72,37 @@ def _round_group(b: ir.IRBuilder, values: ir.Value) -> tuple[list[ir.Value], ir.
     return [rounded], scale, b.fmul(scale, b.sitofp(ISA.sum_bytes(b, rounded), F32))
 
 
-def _split_group(b: ir.IRBuilder, values: ir.Value) -> tuple[list[ir.Value], ir.Value, ir.Value]:
-    """Quantize a group to integers of three signed base-256 digits, highest first, with one scale, and sum the values.
+def _split_group(b: ir.IRBuilder, values: ir.Value, count: int) -> tuple[list[ir.Value], ir.Value, ir.Value]:
+    """Quantize a group to integers of `count` signed base-256 digits, highest first, with one scale, and sum the values.
 
-    The scale is a power of two, so only rounding changes a number: by at most one unit in the last place of the largest.
+    The scale is a power of two, so only rounding changes a number: with three digits by at most one unit in the last place of
+    the largest, with two by a 32,768th of the largest.
     """
-    group = values.type.count
+    group, top_bit = values.type.count, 8 * count - 2
     whole = vector(I32, group)
     top = _largest(b, values)
     # the exponent of the largest; one more if the first digit would be 128
     exponent = b.lshr(b.add(top, ir.Constant(I32, 0x20000)), ir.Constant(I32, 23))
-    # below 1e-31 the power of two would underflow, and fewer bits remain
-    tiny = b.icmp_unsigned("<", exponent, ir.Constant(I32, 23))
-    exponent = b.select(tiny, ir.Constant(I32, 23), exponent)
+    # below, the power of two would underflow, and fewer bits remain: at 1e-31 with three digits
+    least = ir.Constant(I32, top_bit + 1)
+    exponent = b.select(b.icmp_unsigned("<", exponent, least), least, exponent)
     factor, unit, scale = (
         b.bitcast(b.shl(bits, ir.Constant(I32, 23)), F32)
         for bits in (
-            b.sub(ir.Constant(I32, 127 + 127 + 22), exponent),
-            b.sub(exponent, ir.Constant(I32, 22)),
-            b.sub(exponent, ir.Constant(I32, 22 - 16)),
+            b.sub(ir.Constant(I32, 127 + 127 + top_bit), exponent),
+            b.sub(exponent, ir.Constant(I32, top_bit)),
+            b.sub(exponent, ir.Constant(I32, 6)),
         )
     )
     # NaN makes the scale NaN, and with it every result
     broken = b.icmp_unsigned(">=", top, ir.Constant(I32, 0x7F800000))
     unit, scale = (b.select(broken, b.bitcast(top, F32), each) for each in (unit, scale))
     moved = call(b, f"llvm.roundeven.v{group}f32", values.type, b.fmul(values, spread(b, factor, group)))
-    last = call(b, f"llvm.fptosi.sat.v{group}i32.v{group}f32", whole, moved)
-    middle = b.ashr(b.add(last, splat(whole, 128)), splat(whole, 8))
-    first = b.ashr(b.add(middle, splat(whole, 128)), splat(whole, 8))
-    digits = [b.trunc(each, vector(I8, group)) for each in (first, middle, last)]
-    total = call(b, f"llvm.vector.reduce.add.v{group}i32", I32, last)
-    return digits, scale, b.fmul(unit, b.sitofp(total, F32))
+    parts = [call(b, f"llvm.fptosi.sat.v{group}i32.v{group}f32", whole, moved)]
+    for _ in range(count - 1):
+        parts.insert(0, b.ashr(b.add(parts[0], splat(whole, 128)), splat(whole, 8)))
+    total = call(b, f"llvm.vector.reduce.add.v{group}i32", I32, parts[-1])
+    return [b.trunc(each, vector(I8, group)) for each in parts], scale, b.fmul(unit, b.sitofp(total, F32))
 
 
 def _centre_group(b: ir.IRBuilder, values: ir.Value, middle: int) -> tuple[ir.Value, ir.Value]:

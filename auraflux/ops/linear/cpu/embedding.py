@@ -204,7 +204,7 @@ def _repeat(source, target, count):
 def _embed_grid(jobs: int, given: tuple[int, bool], table: QTensor, count: int, out: Tensor) -> None:
     grid, width = table.grid, table.shape[1]
     assert grid is not None
-    rows, nbytes, places = _grid_kernel(Form(True, table.bits, table.group, table.kind, grid.halves))
+    rows, nbytes, places = _grid_kernel(Form(8, table.bits, table.group, table.kind, grid.halves))
     space = workspace(jobs * width * nbytes)
     rows(jobs, *given, *table.addresses[:2], table.lanes, width, places.data_ptr(), count, out.data_ptr(), space)
 

@@ -16,7 +16,7 @@ from auraflux.quant.super_blocks import SIZE
 class Form(NamedTuple):
     """Format that a kernel is compiled for; `text` passes it through Numba as one compile-time constant.
 
-    fast   int8 activations and the byte dot product (e4m3: half precision), or float32
+    activation_bits  8 or 16 for the byte dot product (e4m3: 8 for half precision), 32 for float32
     bits, group  of the codes
     kind   dtype of scales: bf16, f16, f32, or e8m0 (MXFP4 exponents, no biases); without biases and with scales in f32:
            e4m3 (FP8 codes), centred, iq4 and nvfp4 (see `quant/levels.py`), and the grids (`quant/grids.py`)
@@ -24,7 +24,7 @@ class Form(NamedTuple):
            0 without them
     """
 
-    fast: bool
+    activation_bits: int
     bits: int
     group: int
     kind: str
@@ -32,12 +32,12 @@ class Form(NamedTuple):
 
     @property
     def text(self) -> str:
-        return f"{int(self.fast)} {self.bits} {self.group} {self.kind} {self.words}"
+        return f"{self.activation_bits} {self.bits} {self.group} {self.kind} {self.words}"
 
     @classmethod
     def parse(cls, text: str) -> "Form":
-        fast, bits, group, kind, words = text.split()
-        return cls(fast == "1", int(bits), int(group), kind, int(words))
+        activation_bits, bits, group, kind, words = text.split()
+        return cls(int(activation_bits), int(bits), int(group), kind, int(words))
 
     @property
     def grid(self) -> grids.Grid | None:
@@ -76,11 +76,16 @@ class Form(NamedTuple):
         return self.kind in ("bf16", "f16", "f32")
 
     @property
+    def fast(self) -> bool:
+        """Activations are rounded as far as a contract allows."""
+        return self.activation_bits == 8
+
+    @property
     def digits(self) -> int:
         """Bytes of an activation for the byte dot product; 0 for float32 activations."""
         if self.kind == "e4m3":
             return 0
-        return 1 if self.fast else ISA.digits
+        return {8: 1, 16: 2}.get(self.activation_bits, ISA.digits)
 
     @property
     def halves(self) -> bool:

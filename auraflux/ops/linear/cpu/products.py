@@ -124,13 +124,13 @@ class Driver:
 
 
 @cache
-def driver(fast: bool, bits: int, group: int, storage: torch.dtype | str, by_tiles: bool = False) -> Driver:
-    """Return the driver for a weight format, see `QTensor.format`; `fast` quantizes activations to int8."""
+def driver(activation_bits: int, bits: int, group: int, storage: torch.dtype | str, by_tiles: bool = False) -> Driver:
+    """Return the driver for a weight format, see `QTensor.format`; and `Form` for `activation_bits`."""
     if isinstance(storage, str) and storage in grids.FORMATS:
-        return Driver(Form(fast, bits, group, storage, grids.FORMATS[storage].halves))
+        return Driver(Form(activation_bits, bits, group, storage, grids.FORMATS[storage].halves))
     if isinstance(storage, str) and (found := super_blocks.FORMATS.get(storage)) is not None:
-        return Driver(Form(fast, bits, group, PLAIN[found.expanded], found.words), by_tiles)
-    return Driver(Form(fast, bits, group, KINDS[storage]), by_tiles)
+        return Driver(Form(activation_bits, bits, group, PLAIN[found.expanded], found.words), by_tiles)
+    return Driver(Form(activation_bits, bits, group, KINDS[storage]), by_tiles)
 
 
 def padded(rows: int) -> int:

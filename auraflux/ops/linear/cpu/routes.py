@@ -1,22 +1,24 @@
 """Routes of products on CPU, tried in order: the first that does not refuse multiplies.
 
 Quantized weights run compiled drivers (`products.py`), weights of one format in one list. A driver quantizes activations to
-int8, or with FP8 to half precision, unless exact products are requested; it decides how many tokens to take at a time and
+int8 or int16, with FP8 to half precision, unless exact products are requested; it decides how many tokens to take at a time and
 whether to unpack rows first. With AMX, several tokens are multiplied by tiles (`matrix_tiles.py`), with the same result.
 Dense weights are read row by row (`dense.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from auraflux.ops import route_speed as speed
-from auraflux.ops._dispatch import is_exact
+from auraflux.ops._dispatch import current_activation_bits
 from auraflux.ops.linear.cpu.dense import multiply_rows
 from auraflux.ops.linear.cpu.products import BLOCK, Driver, driver, multiply
 from auraflux.ops.linear.reference import Weight
 from auraflux.ops.norm.cpu import add_rms_norm, rms_norm
+from auraflux.ops.route_speed import RouteSpeed
 from auraflux.ops.routes import Route, Routes
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import as_float
@@ -69,10 +71,22 @@ def unsupported_layout(weight: QTensor) -> str | None:
     return f"rows are interleaved by {weight.lanes}; the kernels support 1 or {BLOCK}"
 
 
+def _needs_more_than(bits: int) -> str | None:
+    """Return why activations of so many bits are too few; None if they suffice."""
+    needed = current_activation_bits()
+    if needed <= bits:
+        return None
+    return "exact float32 products are requested" if needed == 32 else f"activations of {needed} bits are requested"
+
+
 def _refuses_int8(weight: QTensor) -> str | None:
+    return "FP8 codes are not integers" if weight.kind == "fp8" else _needs_more_than(8)
+
+
+def _refuses_int16(weight: QTensor) -> str | None:
     if weight.kind == "fp8":
         return "FP8 codes are not integers"
-    return "exact float32 products are requested" if is_exact() else None
+    return _needs_more_than(16) if ISA.digits else "float32 products are as fast on this processor"
 
 
 def _refuses_halves(weight: QTensor) -> str | None:
@@ -80,7 +94,7 @@ def _refuses_halves(weight: QTensor) -> str | None:
         return "codes are integers"
     if not ISA.half_products:
         return "half-precision products are not used on this processor"
-    return "exact float32 products are requested" if is_exact() else None
+    return _needs_more_than(8)
 
 
 def _refuses_tiles(weight: QTensor) -> str | None:
@@ -98,13 +112,17 @@ def _refuses_int8_tiles(weight: QTensor) -> str | None:
     return _refuses_tiles(weight) or _refuses_int8(weight)
 
 
+def _refuses_int16_tiles(weight: QTensor) -> str | None:
+    return _refuses_tiles(weight) or _refuses_int16(weight)
+
+
 def _never(call: Any) -> None:
     return None
 
 
-def _driver(weight: QTensor, fast: bool, by_tiles: bool = False) -> Driver:
+def _driver(weight: QTensor, activation_bits: int, by_tiles: bool = False) -> Driver:
     bits, group, _, storage = weight.format
-    return driver(fast, bits, group, storage, by_tiles)
+    return driver(activation_bits, bits, group, storage, by_tiles)
 
 
 def _refuses_norm_first(call: Call) -> str | None:
@@ -155,27 +173,22 @@ def _rows(call: Call) -> Products:
     return Products([multiply_rows(call.x, weight)])
 
 
+def _activations_in(
+    bits: int, refuses: Callable[[QTensor], str | None], rate: RouteSpeed, by_tiles: bool = False
+) -> Route[QTensor, Driver]:
+    """Return the route that quantizes activations to so many bits; 32 for float32."""
+    name = f"activations in {'float32' if bits == 32 else f'int{bits}'}{' with AMX' if by_tiles else ''}"
+    return Route(name, refuses, partial(_driver, activation_bits=bits, by_tiles=by_tiles), speed=rate)
+
+
 DRIVERS: Routes[QTensor, Driver] = Routes(
-    Route(
-        "activations in int8 with AMX",
-        _refuses_int8_tiles,
-        lambda weight: _driver(weight, fast=True, by_tiles=True),
-        speed=speed.INT8_ACTIVATIONS,
-    ),
-    Route("activations in int8", _refuses_int8, lambda weight: _driver(weight, fast=True), speed=speed.INT8_ACTIVATIONS),
-    Route(
-        "activations in half precision",
-        _refuses_halves,
-        lambda weight: _driver(weight, fast=True),
-        speed=speed.HALF_ACTIVATIONS,
-    ),
-    Route(
-        "activations in float32 with AMX",
-        _refuses_tiles,
-        lambda weight: _driver(weight, fast=False, by_tiles=True),
-        speed=speed.FLOAT32_ACTIVATIONS,
-    ),
-    Route("activations in float32", _never, lambda weight: _driver(weight, fast=False), speed=speed.FLOAT32_ACTIVATIONS),
+    _activations_in(8, _refuses_int8_tiles, speed.INT8_ACTIVATIONS, by_tiles=True),
+    _activations_in(8, _refuses_int8, speed.INT8_ACTIVATIONS),
+    Route("activations in half precision", _refuses_halves, partial(_driver, activation_bits=8), speed=speed.HALF_ACTIVATIONS),
+    _activations_in(16, _refuses_int16_tiles, speed.INT16_ACTIVATIONS, by_tiles=True),
+    _activations_in(16, _refuses_int16, speed.INT16_ACTIVATIONS),
+    _activations_in(32, _refuses_tiles, speed.FLOAT32_ACTIVATIONS, by_tiles=True),
+    _activations_in(32, _never, speed.FLOAT32_ACTIVATIONS),
 )
 PRODUCTS: Routes[Call, Products] = Routes(
     Route("norm first", _refuses_norm_first, _norm_first, lambda call: [(PRODUCTS, Call(call.x, call.weights))]),

@@ -93,9 +93,9 @@ class CallCache:
         self.run = run
         self.entries: dict[Signature, LaunchPlan | bool] = {}
 
-    def __call__(self, args: tuple[Any, ...], exact: bool) -> Any:
+    def __call__(self, args: tuple[Any, ...], activation_bits: int) -> Any:
         """Replay a call where a plan serves it; otherwise run its Python."""
-        key: list[Any] = [exact, thread_pool.count]
+        key: list[Any] = [activation_bits, thread_pool.count]
         addresses: list[int] = []
         try:
             describe(args, key, addresses)

@@ -78,6 +78,9 @@ class App {
       tune: () => byId("open-tuning").click(),
       chooseModel: () => byId("model-choice").focus(),
       write: () => this.composer.field.focus(),
+      previous: () => this.openListed(-1),
+      next: () => this.openListed(1),
+      remove: () => this.library.has(this.current) && this.removeConversation(this.current),
     });
     addEventListener("keydown", (event) => event.key === "Escape" && !document.querySelector("dialog[open]") && this.stop());
     addEventListener("pagehide", () => this.library.flush());
@@ -103,6 +106,13 @@ class App {
     this.follow.toEnd();
     // on a phone focus would raise the keyboard over the conversation
     if (matchMedia("(pointer: fine)").matches) this.composer.field.focus();
+  }
+
+  // Open the conversation so many places further down the list; a new one stands above it.
+  openListed(places) {
+    const { listed } = this.sidebar;
+    const found = listed[listed.indexOf(this.current) + places];
+    if (found) this.open(found);
   }
 
   show() {

@@ -6,12 +6,15 @@ const isMac = /Mac|iPhone|iPad/.test(navigator.platform);
 
 // Start the shortcuts; `run` has a function for each action.
 export function startKeys(run) {
-  const actions = { k: run.search, o: run.create, ",": run.tune, m: run.chooseModel, "/": run.write };
+  const plain = { k: run.search, ",": run.tune, "/": run.write };
+  // browsers keep some of these for themselves without Shift
+  const shifted = { o: run.create, m: run.chooseModel, arrowup: run.previous, arrowdown: run.next, backspace: run.remove };
   addEventListener("keydown", (event) => {
-    const action = actions[event.key.toLowerCase()];
-    if (!action || !(isMac ? event.metaKey : event.ctrlKey) || event.altKey || document.querySelector("dialog[open]")) return;
-    // browsers keep some of these for themselves without Shift
-    if (["o", "m"].includes(event.key.toLowerCase()) && !event.shiftKey) return;
+    if (!(isMac ? event.metaKey : event.ctrlKey) || event.altKey || document.querySelector("dialog[open]")) return;
+    const name = event.key.toLowerCase();
+    const action = plain[name] ?? (event.shiftKey ? shifted[name] : undefined);
+    // in text these select and delete words
+    if (!action || (name.length > 1 && event.target.value)) return;
     event.preventDefault();
     action();
   });

@@ -1,13 +1,16 @@
-// Reads the text files and pictures that a user adds to a message, and writes them into the prompt.
+// Reads the text files, PDFs and pictures that a user adds to a message, and writes them into the prompt.
+
+import { pdfText } from "./pdf.js";
 
 const KB = 1000;
 export const MAX_FILE_NBYTES = 1000 * KB;
+export const MAX_PDF_NBYTES = 50_000 * KB;
 export const MAX_MESSAGE_NBYTES = 2000 * KB;
 export const MAX_IMAGES_NBYTES = 20_000 * KB;
 export const IMAGE = /^data:image\/(png|jpeg|webp|gif|bmp|avif);base64,/;
 
 // Formats that hold text, but are not text files.
-const CONVERT = { pdf: "a PDF", doc: "a Word document", docx: "a Word document", odt: "an ODT document", xlsx: "an Excel table" };
+const CONVERT = { doc: "a Word document", docx: "a Word document", odt: "an ODT document", xlsx: "an Excel table" };
 
 const megabytes = (nbytes) => `${(nbytes / KB / KB).toPrecision(nbytes < 10 * KB * KB ? 2 : 3)} MB`;
 
@@ -33,19 +36,27 @@ function dataUrl(file) {
 
 // Return a file as {name, nbytes, text}; throw an error with a sentence for the user if it cannot be used.
 export async function readText(file, nbytesBefore = 0) {
-  const { name, size: nbytes } = file;
-  if (!nbytes) throw new Error(`${name} is empty or a folder.`);
-  if (nbytes > MAX_FILE_NBYTES) {
-    throw new Error(`${name} has ${megabytes(nbytes)}; a file may have at most ${megabytes(MAX_FILE_NBYTES)}.`);
+  const { name } = file;
+  if (!file.size) throw new Error(`${name} is empty or a folder.`);
+  const isPdf = (await file.slice(0, 5).text()) === "%PDF-";
+  checkSize(name, file.size, isPdf ? MAX_PDF_NBYTES : MAX_FILE_NBYTES);
+  const bytes = new Uint8Array(await file.arrayBuffer());
+  const text = isPdf ? await pdfText(name, bytes) : decode(bytes);
+  if (text === null) {
+    const format = CONVERT[extension(name)];
+    if (format) throw new Error(`${name} is ${format}. Save it as plain text, or copy its text into the message.`);
+    throw new Error(`${name} is a binary file, and this model reads text only.`);
   }
+  const nbytes = isPdf ? new TextEncoder().encode(text).length : file.size;
+  checkSize(isPdf ? `The text of ${name}` : name, nbytes, MAX_FILE_NBYTES);
   if (nbytesBefore + nbytes > MAX_MESSAGE_NBYTES) {
     throw new Error(`${name} does not fit: the files of a message may have at most ${megabytes(MAX_MESSAGE_NBYTES)} together.`);
   }
-  const text = decode(new Uint8Array(await file.arrayBuffer()));
-  if (text !== null) return { name, nbytes, text: text.replace(/\r\n?/g, "\n") };
-  const format = CONVERT[extension(name)];
-  if (format) throw new Error(`${name} is ${format}. Save it as plain text, or copy its text into the message.`);
-  throw new Error(`${name} is a binary file, and this model reads text only.`);
+  return { name, nbytes, text: text.replace(/\r\n?/g, "\n") };
+}
+
+function checkSize(what, nbytes, most) {
+  if (nbytes > most) throw new Error(`${what} has ${megabytes(nbytes)}; a file may have at most ${megabytes(most)}.`);
 }
 
 // Return the text of a file, or null if it is binary.
@@ -53,7 +64,7 @@ function decode(bytes) {
   const starts = (...values) => values.every((value, at) => bytes[at] === value);
   if (starts(0xff, 0xfe)) return new TextDecoder("utf-16le").decode(bytes);
   if (starts(0xfe, 0xff)) return new TextDecoder("utf-16be").decode(bytes);
-  if (starts(0x25, 0x50, 0x44, 0x46) || bytes.includes(0)) return null;
+  if (bytes.includes(0)) return null;
   try {
     return new TextDecoder("utf-8", { fatal: true }).decode(bytes);
   } catch {
@@ -87,7 +98,8 @@ function promptText({ content, files = [] }) {
   const parts = texts.map(({ name, text }) => {
     const longest = Math.max(2, ...Array.from(text.matchAll(/`+/g), ([run]) => run.length));
     const fence = "`".repeat(longest + 1);
-    return `File ${name}:\n\n${fence}${extension(name)}\n${text.trimEnd()}\n${fence}`;
+    const language = extension(name).replace("pdf", "");
+    return `File ${name}:\n\n${fence}${language}\n${text.trimEnd()}\n${fence}`;
   });
   if (content) parts.push(content);
   return parts.join("\n\n");

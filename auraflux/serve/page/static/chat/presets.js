@@ -1,6 +1,6 @@
 // Presets: named samplings, a few built in and those that the user saved. They are stored in the browser.
 
-import { readSettings, SAMPLERS } from "./sampling.js";
+import { LIMITS, readSettings, SAMPLERS } from "./sampling.js";
 
 const STORAGE_KEY = "auraflux.presets";
 const OFF = Object.fromEntries(SAMPLERS.map((name) => [name, null]));
@@ -48,9 +48,12 @@ export function remove(name) {
   store(load().filter((one) => one.name !== name));
 }
 
-// Return settings with those of a preset; built-in ones leave the system prompt and the seed as they are.
+// Return settings with those of a preset; built-in ones leave the system prompt, the seed and limits as they are.
 export function applied(settings, { builtIn, system, sampling }) {
-  if (builtIn) return { ...settings, ...sampling, seed: settings.seed, max_tokens: settings.max_tokens };
+  if (builtIn) {
+    const kept = Object.fromEntries(["seed", ...LIMITS].map((name) => [name, settings[name]]));
+    return { ...settings, ...sampling, ...kept };
+  }
   return { ...settings, ...sampling, system };
 }
 

@@ -10,9 +10,12 @@ const NUMBERS = [
   ["presence_penalty", -2, 2],
   ["frequency_penalty", -2, 2],
   ["max_tokens", 1, 10_000_000, true],
+  ["max_thinking_tokens", 0, 10_000_000, true],
   ["seed", 0, Number.MAX_SAFE_INTEGER, true],
 ];
 
+// built-in presets leave them as they are
+export const LIMITS = ["max_tokens", "max_thinking_tokens"];
 export const SAMPLERS = NUMBERS.map(([name]) => name);
 
 // Return complete settings from stored or imported ones, with numbers within their limits.
@@ -40,7 +43,7 @@ export function isChanged(settings) {
 // Return the server's default of a number as text.
 export function defaultText(model, name) {
   if (name === "seed") return "random";
-  if (name === "max_tokens") return "no limit";
+  if (LIMITS.includes(name)) return "no limit";
   const defaults = model?.default_sampling;
   if (!defaults) return "default";
   if (Number.isFinite(defaults[name])) return String(defaults[name]);

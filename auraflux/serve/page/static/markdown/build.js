@@ -30,8 +30,8 @@ function fill(element, tokens) {
 
 const BUILDERS = {
   paragraph: ({ tokens }) => fill(el("p"), tokens),
-  // the page has headings of its own above those of an answer
-  heading: ({ depth, tokens }) => fill(el(`h${Math.min(depth + 2, 6)}`, { className: `level-${depth}` }), tokens),
+  // the page has headings of its own above those of an answer, which begin with # or ##
+  heading: ({ depth, tokens }) => fill(el(`h${Math.min(Math.max(depth + 1, 3), 6)}`, { className: `level-${depth}` }), tokens),
   hr: () => el("hr"),
   blockquote: ({ tokens }) => fill(el("blockquote"), tokens),
   list: buildList,

@@ -17,6 +17,9 @@ export function messageView(message, act) {
   return message.role === "user" ? new Question(message, act) : new Reply(message, act);
 }
 
+// for screen readers, which go from heading to heading
+const heading = (text) => el("h2", { className: "visually-hidden" }, text);
+
 class Question {
   constructor(message, act) {
     this.message = message;
@@ -30,6 +33,7 @@ class Question {
     this.actions = el("div", { className: "actions" }, this.versions, copying, altering);
     this.files = message.files?.length ? fileList(message.files) : null;
     this.text.hidden = !message.content;
+    this.heading = heading("You");
     this.element = el("article", { className: "message question", ariaLabel: "You" });
     this.showText();
   }
@@ -41,7 +45,7 @@ class Question {
   }
 
   showText() {
-    this.element.replaceChildren(...[this.files, this.text, this.actions].filter(Boolean));
+    this.element.replaceChildren(...[this.heading, this.files, this.text, this.actions].filter(Boolean));
   }
 
   edit() {
@@ -62,7 +66,7 @@ class Question {
     const cancel = el("button", { type: "button", className: "button", onclick: back }, "Cancel");
     const accept = el("button", { type: "button", className: "button primary", onclick: send }, "Send");
     const editor = el("div", { className: "editor" }, area, el("div", { className: "editor-row" }, cancel, accept));
-    this.element.replaceChildren(...[this.files, editor].filter(Boolean));
+    this.element.replaceChildren(...[this.heading, this.files, editor].filter(Boolean));
     area.style.height = `${Math.min(area.scrollHeight + 2, 360)}px`;
     area.focus();
     this.element.scrollIntoView({ block: "nearest" });
@@ -86,7 +90,8 @@ class Reply {
     const altering = el("span", { className: "altering" }, this.retrying, removing);
     const actions = el("div", { className: "actions" }, this.versions, this.copying, altering);
     this.foot = el("footer", {}, this.figures, actions);
-    this.element = el("article", { className: "message reply", ariaLabel: "Answer" }, this.body, this.waiting, this.problem, this.foot);
+    const parts = [heading("Answer"), this.body, this.waiting, this.problem, this.foot];
+    this.element = el("article", { className: "message reply", ariaLabel: "Answer" }, ...parts);
     this.update();
   }
 
@@ -146,7 +151,7 @@ class Reply {
     const summary = el("span");
     const text = document.createTextNode("");
     const title = el("summary", {}, icon("spark"), summary, icon("chevron"));
-    this.element.prepend(el("details", { className: "thoughts" }, title, el("div", { className: "thought-text" }, text)));
+    this.body.before(el("details", { className: "thoughts" }, title, el("div", { className: "thought-text" }, text)));
     return { summary, text, began: performance.now() };
   }
 

@@ -12,6 +12,7 @@ export class Sidebar {
     this.search = byId("search");
     this.search.addEventListener("input", () => this.draw());
     this.given = { conversations: [], current: null, busy: new Set() };
+    this.listed = [];
   }
 
   show(conversations, current, busy) {
@@ -23,6 +24,7 @@ export class Sidebar {
     const words = this.search.value.trim().toLowerCase();
     const found = this.given.conversations.filter((one) => one.messages.length && holds(one, words));
     found.sort((a, b) => b.updated - a.updated);
+    this.listed = found;
     const groups = Map.groupBy(found, (one) => dayOf(one.updated));
     const parts = [];
     for (const [day, members] of groups) {
