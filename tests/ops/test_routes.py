@@ -276,7 +276,6 @@ LARGE: dict[tuple[str, str], Callable[[], Explanation | None]] = {
     ("linear", "matvec_int8"): partial(product, 1, 8192, 8192, 8),
     ("linear", "gemm_int4_tiles"): partial(product, 32, 8192, 8192, capability=(8, 9)),
     ("attention", "prefill_mma"): partial(on_older_gpu, attention, "bf16-prefill"),
-    ("attention", "mla_mma"): partial(on_older_gpu, ops.latent_attention, "odd-heads-bf16"),
     ("delta", "prefill_mma"): partial(on_older_gpu, ops.gated_delta_prefill, "bf16-chunks"),
     ("linear", "dequantized in bf16, then cuBLAS"): partial(product, 2000, 4096, 4096),
     ("moe", "matvec_tma"): wide_experts,

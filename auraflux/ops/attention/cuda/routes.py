@@ -13,7 +13,6 @@ from torch import Tensor
 
 from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.attention.cuda import decode, flash_paged, mla_columns, mla_products, mla_products_codes, mla_rows, prefill
-from auraflux.ops.attention.cuda.mma import latent
 from auraflux.ops.attention.cuda.mma import prefill as prefill_mma
 from auraflux.ops.attention.pages import KVPages, LatentPages
 from auraflux.ops.gpu.blocks.codes import check_order
@@ -132,6 +131,8 @@ def _refuses_prefill(call: Attend) -> str | None:
 
 
 def _refuses_prefill_mma(call: Attend) -> str | None:
+    if call.q.shape[2] > prefill_mma.WIDEST:
+        return f"heads of {call.q.shape[2]}; it is for up to {prefill_mma.WIDEST}"
     return _not_prefill(call) or not_gluon(call.q.device)
 
 
@@ -158,26 +159,6 @@ def _refuses_mla_columns(call: AttendLatent) -> str | None:
     if call.q_latent.shape[1] > mla_columns.MOST_COLUMNS:
         return f"{call.q_latent.shape[1]} heads; it is for up to {mla_columns.MOST_COLUMNS}"
     return _refuses_latent(call)
-
-
-def _refuses_mla_mma(call: AttendLatent) -> str | None:
-
-    tokens, heads, width = call.q_latent.shape
-    if not call.out.numel():
-        return EMPTY
-    tensors = call.q_latent, call.q_rope, call.pages.latent, call.pages.rope
-    if {x.dtype for x in tensors} not in ({BF16}, {torch.float16}):
-        return "queries and latents do not share a 16-bit dtype"
-    rope, page = call.q_rope.shape[2], call.pages.pool[1]
-    if width not in latent.WIDTHS or rope % 16 or rope > width // 4 or page % latent.KEYS:
-        return f"latents of {width} with keys of {rope} in pages of {page}; it is for 256 and 512 with up to a quarter, 32"
-    if any(x.data_ptr() % 16 for x in tensors):
-        return UNALIGNED
-    if heads > latent.MOST_HEADS:
-        return f"{heads} heads; it is for up to {latent.MOST_HEADS}"
-    if tokens > 2 * len(call.pages.table):
-        return f"{tokens} new tokens of {len(call.pages.table)} sequences; it is for up to two of each"
-    return not_gluon(call.q_latent.device)
 
 
 def _refuses_codes(call: HeadProducts) -> str | None:
@@ -235,10 +216,6 @@ def _mla_rows(call: AttendLatent) -> None:
     mla_rows.attend_rows(*call)
 
 
-def _mla_mma(call: AttendLatent) -> None:
-    latent.attend_latents(*call)
-
-
 def _flash_latent(call: AttendLatent) -> None:
     q_latent, q_rope, pages, starts, scale, out = call
     flash_paged.attend(q_latent, q_rope, (pages.latent, pages.rope), pages, starts, scale, out)
@@ -274,7 +251,6 @@ ATTENTION: Routes[Attend, None] = Routes(
 LATENT: Routes[AttendLatent, None] = Routes(
     Route("mla_columns", _refuses_mla_columns, _mla_columns, invariant=True),
     Route("mla_rows", _refuses_latent, _mla_rows, invariant=True),
-    Route("mla_mma", _refuses_mla_mma, _mla_mma),
     Route("flash_paged", _never, _flash_latent),
 )
 HEAD_PRODUCTS: Routes[HeadProducts, None] = Routes(

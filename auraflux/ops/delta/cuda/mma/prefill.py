@@ -1,9 +1,8 @@
 """Chunked delta rule over a prompt by cp.async and mma.sync, for heads of 128 channels in bf16; the algebra of `prefill`.
 
-`chunk_mma` leaves X and P of every chunk. `scan_mma` walks a sequence's chunks with a quarter of a value head's state,
-transposed, in the accumulators of four warps, two over rows and two over columns. They exchange the state, residuals and new
-values through shared memory, and in turn there are more programs with shorter chains of products. Tiles that are read at one
-point of a chunk have one place in shared memory, refilled from there on; keys, read at its start and at its end, have two.
+`chunk_mma` leaves X and P of every chunk. `scan_mma` walks a sequence's chunks with half of a value head's state, transposed,
+in the accumulators of four warps. A warp has 16 rows of it, and an accumulator has the layout of a register operand: state, R,
+X R and the new state never go through shared memory. Two stages of tiles are in flight; queries, used up early, have one.
 """
 
 import torch
@@ -26,14 +25,7 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, ACC.value, 2))
 ROW, COL = gl.constexpr(gl.SliceLayout(1, ACC.value)), gl.constexpr(gl.SliceLayout(0, ACC.value))
 WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # rows of 128 elements, 16 bytes a thread
-# the same of two warps over rows and two over columns
-PAIRED = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8]))
-PAIRED_LEFT = gl.constexpr(gl.DotOperandLayout(0, PAIRED.value, 2))
-PAIRED_RIGHT = gl.constexpr(gl.DotOperandLayout(1, PAIRED.value, 2))
-PAIRED_COL = gl.constexpr(gl.SliceLayout(0, PAIRED.value))
-NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))  # rows of 32 elements
 TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-SLIM = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))  # of rows of 32 elements
 LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -123,42 +115,44 @@ def chunk_mma(tokens_in, made, starts, sequences, begin, tokens, SHAPE: gl.const
 
 
 @gluon.jit
-def _state_at(state, head, quarter):
-    """Return addresses of a quarter of a head's state [K, V], transposed."""
-    row, column = gl.arange(0, 32, gl.SliceLayout(1, PAIRED)), gl.arange(0, 128, PAIRED_COL)
-    return state + head.to(gl.int64) * 16384 + (quarter * 32 + row[:, None] + column[None, :] * 128)
-
-
-@gluon.jit
-def _fetch_early(tokens, gates, tiles, head, quarter, first, end, slot, stage, SHAPE: gl.constexpr):
-    """Begin copying a chunk's keys, queries, values and decays."""
+def _fetch(tokens, made, tiles, head, half, first, end, slot, stage, SHAPE: gl.constexpr):
+    """Begin copying a chunk's keys, values, X, P and decays."""
     HEADS: gl.constexpr = SHAPE.heads
     KEYS: gl.constexpr = HEADS // SHAPE.group * 128
-    q, k, v = tokens
-    Q, K, V, G = tiles
+    _, k, v = tokens
+    xs, ps, gates = made
+    _, K, V, X, P, G = tiles
     if first < end:
         at = first.to(gl.int64)
         _copy_tile(K.index(stage), k + at * KEYS + head // SHAPE.group * 128, KEYS, end - first, WIDE)
-        _copy_tile(Q, q + at * KEYS + head // SHAPE.group * 128, KEYS, end - first, WIDE)
-        _copy_tile(V, v + at * (HEADS * 128) + head * 128 + quarter * 32, HEADS * 128, end - first, NARROW)
+        _copy_tile(V.index(stage), v + at * (HEADS * 128) + head * 128 + half * 64, HEADS * 128, end - first, ROWS)
+        _copy_tile(X.index(stage), xs + slot * 4096, 64, 64, ROWS)
+        _copy_tile(P.index(stage), ps + slot * 4096, 64, 64, ROWS)
         line = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
         async_copy.async_copy_global_to_shared(G.index(stage), gates + slot * 128 + line)
+    async_copy.commit_group()
 
 
 @gluon.jit
-def _fetch_late(made, X, P, first, end, slot):
-    """Begin copying a chunk's X and P, and end the group of copies."""
+def _fetch_queries(q, Q, head, first, end, SHAPE: gl.constexpr):
+    KEYS: gl.constexpr = SHAPE.heads // SHAPE.group * 128
     if first < end:
-        _copy_tile(X, made[0] + slot * 4096, 64, 64, ROWS)
-        _copy_tile(P, made[1] + slot * 4096, 64, 64, ROWS)
+        _copy_tile(Q, q + first.to(gl.int64) * KEYS + head // SHAPE.group * 128, KEYS, end - first, WIDE)
     async_copy.commit_group()
+
+
+@gluon.jit
+def _state_at(state, head, half):
+    """Return addresses of half of a head's state [K, V], transposed."""
+    row, column = gl.arange(0, 64, ROW), gl.arange(0, 128, COL)
+    return state + head.to(gl.int64) * 16384 + (half * 64 + row[:, None] + column[None, :] * 128)
 
 
 @gluon.jit(do_not_specialize_on_alignment=["begin", "tokens"])
 def scan_mma(tokens_in, made, out, state, starts, begin, tokens, SHAPE: gl.constexpr):
-    """Walk a sequence's chunks; grid (4, heads, sequences)."""
+    """Walk a sequence's chunks; grid (2, heads, sequences)."""
     HEADS: gl.constexpr = SHAPE.heads
-    quarter, head, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    half, head, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     if SHAPE.single:
         start, end = b * 0 + begin, tokens
     else:
@@ -168,53 +162,46 @@ def scan_mma(tokens_in, made, out, state, starts, begin, tokens, SHAPE: gl.const
     slot = ((start // C + b) * HEADS + head).to(gl.int64)
     Q = gl.allocate_shared_memory(BF, [64, 128], TILE)
     K = gl.allocate_shared_memory(BF, [2, 64, 128], TILE)
-    V = gl.allocate_shared_memory(BF, [64, 32], SLIM)
-    X = gl.allocate_shared_memory(BF, [64, 64], TILE)
-    P = gl.allocate_shared_memory(BF, [64, 64], TILE)
+    V = gl.allocate_shared_memory(BF, [2, 64, 64], TILE)
+    X = gl.allocate_shared_memory(BF, [2, 64, 64], TILE)
+    P = gl.allocate_shared_memory(BF, [2, 64, 64], TILE)
     G = gl.allocate_shared_memory(F32, [2, 128], LINES)
-    # the state, rounded; and, when it has been read, residuals
-    rounded = gl.allocate_shared_memory(BF, [2, 32, 64], TILE)
-    rounded, R = rounded._reinterpret(BF, [32, 128], TILE), rounded.index(0)
-    D = gl.allocate_shared_memory(BF, [32, 64], TILE)
-    O = gl.allocate_shared_memory(BF, [64, 32], SLIM)  # noqa: E741
-    tiles = Q, K, V, G
-    _fetch_early(tokens_in, made[2], tiles, head, quarter, start, end, slot, 0, SHAPE)
-    _fetch_late(made, X, P, start, end, slot)
-    s = gl.load(_state_at(state, b * HEADS + head, quarter))
-    rounded.store(s.to(BF))
-    zero = gl.full([32, 64], 0.0, F32, PAIRED)
-    row, column = gl.arange(0, 64, gl.SliceLayout(1, NARROW)), gl.arange(0, 32, gl.SliceLayout(0, NARROW))
+    tiles = Q, K, V, X, P, G
+    _fetch(tokens_in, made, tiles, head, half, start, end, slot, 0, SHAPE)
+    _fetch_queries(tokens_in[0], Q, head, start, end, SHAPE)
+    s = gl.load(_state_at(state, b * HEADS + head, half))
     stage = 0
     for first in range(start, end, C):
         async_copy.wait_group(0)
         gl.thread_barrier()
         slot += HEADS
-        since = G.index(stage).slice(64, 64).load(PAIRED_COL)[None, :]
-        s16 = rounded.load(PAIRED_LEFT)
-        read = mma_v2(s16, K.index(stage).permute((1, 0)).load(PAIRED_RIGHT), zero)
-        o = mma_v2(s16, Q.permute((1, 0)).load(PAIRED_RIGHT), zero)
-        residual = (V.permute((1, 0)).load(PAIRED).to(F32) - read * since).to(BF)
+        _fetch(tokens_in, made, tiles, head, half, first + C, end, slot, 1 - stage, SHAPE)
+        zero = gl.full([64, 64], 0.0, F32, ACC)
+        s16 = gl.convert_layout(s.to(BF), LEFT)
+        read = mma_v2(s16, K.index(stage).permute((1, 0)).load(RIGHT), zero)
+        o = mma_v2(s16, Q.permute((1, 0)).load(RIGHT), zero)
         gl.thread_barrier()
-        _fetch_early(tokens_in, made[2], tiles, head, quarter, first + C, end, slot, 1 - stage, SHAPE)
-        R.store(residual)
-        gl.thread_barrier()
-        residual = R.load(PAIRED_LEFT)
-        new = mma_v2(residual, X.permute((1, 0)).load(PAIRED_RIGHT), zero)
-        o = mma_v2(residual, P.permute((1, 0)).load(PAIRED_RIGHT), o * since)
-        D.store((new * G.index(stage).slice(0, 64).load(PAIRED_COL)[None, :]).to(BF))
-        O.permute((1, 0)).store(o.to(BF))
+        _fetch_queries(tokens_in[0], Q, head, first + C, end, SHAPE)
+        since = G.index(stage).slice(64, 64).load(COL)[None, :]
+        values = gl.convert_layout(V.index(stage).permute((1, 0)).load(LEFT), ACC).to(F32)
+        residual = gl.convert_layout((values - read * since).to(BF), LEFT)
+        new = mma_v2(residual, X.index(stage).permute((1, 0)).load(RIGHT), zero)
+        o = mma_v2(residual, P.index(stage).permute((1, 0)).load(RIGHT), o * since)
+        new = gl.convert_layout((new * G.index(stage).slice(0, 64).load(COL)[None, :]).to(BF), LEFT)
         # decay of the complete chunk
-        s = s * G.index(stage).slice(127, 1).load(PAIRED_COL)[None, :]
+        s = s * G.index(stage).slice(127, 1).load(COL)[None, :]
+        s = mma_v2(new, K.index(stage).load(RIGHT), s)
+        # results take the place of the values, which all warps have read
+        T = V.index(stage)
         gl.thread_barrier()
-        _fetch_late(made, X, P, first + C, end, slot)
-        results = O.load(NARROW)
-        s = mma_v2(D.load(PAIRED_LEFT), K.index(stage).load(PAIRED_RIGHT), s)
-        at = (first + row).to(gl.int64)[:, None] * (HEADS * 128) + (head * 128 + quarter * 32 + column)[None, :]
-        gl.store(out + at, results, mask=(first + row < end)[:, None] & (column >= 0)[None, :])
-        rounded.store(s.to(BF))
+        T.permute((1, 0)).store(o.to(BF))
+        gl.thread_barrier()
+        row, column = gl.arange(0, 64, gl.SliceLayout(1, ROWS)), gl.arange(0, 64, gl.SliceLayout(0, ROWS))
+        at = (first + row).to(gl.int64)[:, None] * (HEADS * 128) + (head * 128 + half * 64 + column)[None, :]
+        gl.store(out + at, T.load(ROWS), mask=(first + row < end)[:, None] & (column >= 0)[None, :])
         stage = 1 - stage
     # an opaque copy: otherwise the compiler holds the addresses in registers from the load on
-    same = gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [quarter], gl.int32, is_pure=False, pack=1)
+    same = gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [half], gl.int32, is_pure=False, pack=1)
     gl.store(_state_at(state, b * HEADS + head, same), s)
 
 
@@ -236,5 +223,5 @@ def prefill_mma(
             (q, k, decay, beta), made, starts, batch, begin, end, shape, num_warps=4
         )
         with side:
-            launch(scan_mma, (4, heads, batch))((q, k, v), made, out, state, starts, begin, end, shape, num_warps=4)
+            launch(scan_mma, (2, heads, batch))((q, k, v), made, out, state, starts, begin, end, shape, num_warps=4)
     side.join()
