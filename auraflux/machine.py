@@ -1,5 +1,6 @@
 """Facts about the machine, read from the system without importing torch or numba."""
 
+import ctypes
 import math
 import os
 import platform
@@ -41,6 +42,13 @@ def this_machine() -> Machine:
         memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         last_cache_nbytes=last_cache_nbytes(),
     )
+
+
+def return_free_memory() -> None:
+    """Return memory that was freed to the system; glibc keeps what other blocks surround."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def usable_cores() -> int:

@@ -81,8 +81,8 @@ def convert(source: str, target: Path, bits: int, group: int, merge: Path | None
 def write_tokenizer(checkpoint: "Checkpoint", folder: Path) -> None:
     """Write the vocabulary and chat template of a GGUF file as tokenizer files of a folder."""
     from auraflux.errors import FormatError
-    from auraflux.tokenizer.gguf_vocabulary import adds_bos, read_vocabulary
     from auraflux.tokenizer.tokenizer import Tokenizer
+    from auraflux.tokenizer.vocabulary.gguf import adds_bos, read_vocabulary
     from auraflux.weights.formats.gguf import GGUFFile
 
     if not isinstance(checkpoint, GGUFFile):

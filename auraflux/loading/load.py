@@ -175,7 +175,7 @@ def load_with(path_or_name: str | Path | None, options: LoadOptions) -> Language
             free = free_model_memory(source.checkpoint, device)
             leader = None if ranks is None else cleanup.enter_context(_start_leader(ranks, source, device, options.prefix_disk))
             budget = plan_memory(source, device, free, sizes, experts, leader)
-        loader = ModelLoader(source, budget, leader, options, device, source.tokenizer())
+        loader = ModelLoader(source, budget, leader, options, device, source.take_tokenizer())
         model, key_calibration = loader.run(report)
         cleanup.pop_all()
     engine = loader.engine(model, key_calibration, adapters)

@@ -8,6 +8,7 @@ from auraflux.cache import CacheSettings
 from auraflux.cache.layer_shapes import is_bidirectional
 from auraflux.distributed.parallel import Parallel
 from auraflux.errors import SettingsError
+from auraflux.machine import return_free_memory
 from auraflux.models import family, family_name
 from auraflux.tokenizer.tokenizer import Tokenizer
 from auraflux.weights.fields import end_tokens, fields_of
@@ -67,10 +68,15 @@ class ModelSource:
         names = None if self.mtp_shapes else self.module.Model.mtp_names(self.config)
         return () if names is None else names.prefixes
 
-    def tokenizer(self) -> Tokenizer | None:
+    def take_tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer, once: a GGUF file's lists of tokens are then dropped, which take as much memory."""
         if self.path.is_dir():
             return Tokenizer.from_folder(self.path)
-        return Tokenizer.from_gguf(self.checkpoint.metadata)  # type: ignore[attr-defined]
+        made = Tokenizer.from_gguf(self.checkpoint.metadata)  # type: ignore[attr-defined]
+        self.checkpoint.drop_vocabulary()  # type: ignore[attr-defined]
+        # of the lists, and of what the tokenizers package needed
+        return_free_memory()
+        return made
 
     def ends(self, tokenizer: Tokenizer | None) -> frozenset[int]:
         """Return the ids of tokens that end a sequence."""

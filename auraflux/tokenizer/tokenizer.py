@@ -11,12 +11,12 @@ import tokenizers
 from auraflux.errors import FormatError, InputError, TemplateError
 from auraflux.tokenizer.chat_template import render
 from auraflux.tokenizer.detokenizer import Detokenizer
-from auraflux.tokenizer.gguf_vocabulary import adds_bos, read_vocabulary
 from auraflux.tokenizer.rust_panics import load_failure, suppress_stderr
-from auraflux.tokenizer.tiktoken_file import NAME as RANKS
-from auraflux.tokenizer.tiktoken_file import read_tiktoken
 from auraflux.tokenizer.token_bytes import TokenBytes
 from auraflux.tokenizer.tokenizer_config import CONFIG, CONTENT, SOURCE, TEMPLATES, added_tokens, read_fields, token_names
+from auraflux.tokenizer.vocabulary.gguf import adds_bos, read_vocabulary
+from auraflux.tokenizer.vocabulary.tiktoken_file import NAME as RANKS
+from auraflux.tokenizer.vocabulary.tiktoken_file import read_tiktoken
 from auraflux.weights.fields import TOKEN, Fields, end_tokens, fields_of
 from auraflux.weights.formats.untrusted import FLAG, read_text, regular_file, shown
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from auraflux.quant import QTensor
+from auraflux.weights.device_copy import copy_to_device
 from auraflux.weights.formats.stored import Stored, dense
 
 # free memory, as a multiple of the files' size, above which super-block scales are expanded: decode runs 7 to 20 % faster on
@@ -47,12 +48,12 @@ def to_kernel_layout(
         # kernels for rows in order do not support all formats
         found = dense(found)
     if not isinstance(found, QTensor):
-        return found.to(device, _dense_dtype(found, backend, dtype))
+        return copy_to_device(found, device, _dense_dtype(found, backend, dtype))
     if backend == "cpu" and not in_order:
         from auraflux.ops.layout.rows import interleave
 
         return interleave(found, cpu_lanes())
-    return found.to(device)
+    return found.to(device, copy_to_device)
 
 
 def _dense_dtype(found: Tensor, backend: str, dtype: torch.dtype) -> torch.dtype:

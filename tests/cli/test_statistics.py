@@ -9,8 +9,8 @@ import auraflux
 from auraflux.cli import main
 from auraflux.cli.generate import figures
 from auraflux.scheduler.stats import Stats
-from auraflux.tokenizer.gguf_vocabulary import NORMAL
 from auraflux.tokenizer.tokenizer import MEDIA, Tokenizer
+from auraflux.tokenizer.vocabulary.gguf import NORMAL
 from tests.engine.tiny import tiny
 
 

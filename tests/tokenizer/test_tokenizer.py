@@ -13,9 +13,9 @@ from tokenizers import Regex, decoders, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from auraflux.errors import FormatError, InputError, TemplateError
-from auraflux.tokenizer.gguf_vocabulary import SPLITS, read_vocabulary
 from auraflux.tokenizer.rust_panics import suppress_stderr
 from auraflux.tokenizer.tokenizer import Tokenizer
+from auraflux.tokenizer.vocabulary.gguf import SPLITS, read_vocabulary
 from tests.tokenizer.toy_tokenizers import CHATML, LINES, all_toys, byte_level, folder, gguf_metadata, sentence_piece
 
 CONFIG = {

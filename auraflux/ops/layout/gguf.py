@@ -1,5 +1,6 @@
 """GGUF blocks to `QTensor`s: straight from the mapped file to interleaved rows, or to rows in order."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -20,8 +21,10 @@ from auraflux.quant.packing import CHUNK
 
 PARALLEL_FROM = 1 << 18  # bytes; below this, waking the threads costs more than the work
 JOBS_PER_THREAD = 4  # a thread that is interrupted leaves its jobs to others
+STEP_NBYTES = 1 << 24  # of blocks that are converted at a time
 SCALES = {2: torch.float16, 1: torch.uint8}
 NARROW = {1: I8, 2: I16}
+Done = Callable[[int, int], None]
 
 
 class BlockForm(NamedTuple):
@@ -184,7 +187,12 @@ def _kernel(spec: BlockForm) -> tuple[Kernel, int]:
 
 
 def convert_rows(
-    octets: NDArray[np.uint8], kind: str, lanes: int = 1, expands_scales: bool = False, order: Tensor | None = None
+    octets: NDArray[np.uint8],
+    kind: str,
+    lanes: int = 1,
+    expands_scales: bool = False,
+    order: Tensor | None = None,
+    done: Done = lambda first, last: None,
 ) -> QTensor | None:
     """Convert blocks to a QTensor, bit-identical to `gguf_blocks.from_blocks`; None if no kernel can.
 
@@ -192,6 +200,7 @@ def convert_rows(
     lanes           rows to interleave: 1 or LANES; a stack of matrices has its rows in order
     expands_scales  of super-blocks, as `QTensor.expand_scales`
     order           [N]  row of `octets` for each row; None for their order
+    done            called with the first and last offset of the bytes of `octets` that were converted
     """
     in_lanes = lanes > 1
     if kind not in SPLITS or lanes not in (1, LANES) or octets.size == 0 or (in_lanes and octets.ndim != 2):
@@ -202,7 +211,7 @@ def convert_rows(
         return None
     shape = (*octets.shape[:-1], blocks * layout.size)
     made = _empty(form, shape)
-    if not _convert(np.ascontiguousarray(octets), form, made, order):
+    if not _convert(np.ascontiguousarray(octets), form, made, order, done):
         return None
     return QTensor(*made, layout.bits, layout.group, shape, lanes)
 
@@ -225,16 +234,32 @@ def _empty(form: BlockForm, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Ten
 
 
 def _convert(
-    octets: NDArray[np.uint8], form: BlockForm, made: tuple[Tensor, Tensor, Tensor | None], order: Tensor | None
+    octets: NDArray[np.uint8],
+    form: BlockForm,
+    made: tuple[Tensor, Tensor, Tensor | None],
+    order: Tensor | None,
+    done: Done,
 ) -> bool:
-    """Fill the arrays; return False if some biases do not fit in half precision."""
+    """Fill the arrays, some rows at a time; return False if some biases do not fit in half precision."""
     run, space_nbytes = _kernel(form)
     block_nbytes = LAYOUTS[form.kind].record.itemsize
     rows, row_nbytes = octets.size // octets.shape[-1], octets.shape[-1]
     # where rows stay in order, each block is a row of its own: the lanes of a vector are adjacent blocks
-    sizes = (row_nbytes, row_nbytes // block_nbytes, rows) if form.in_lanes else (block_nbytes, 1, octets.size // block_nbytes)
-    jobs = min(JOBS_PER_THREAD * threads(), -(-sizes[2] // LANES)) if octets.size >= PARALLEL_FROM else 1
-    overflow, order = torch.zeros(1, dtype=torch.int64), None if order is None else order.contiguous()
-    addresses = [0 if each is None else each.data_ptr() for each in (order, *made, overflow)]
-    run(jobs, octets.ctypes.data, *sizes, *addresses, workspace(jobs * space_nbytes))
+    if not form.in_lanes:
+        rows, row_nbytes = octets.size // block_nbytes, block_nbytes
+    blocks, overflow = row_nbytes // block_nbytes, torch.zeros(1, dtype=torch.int64)
+    order = None if order is None else order.contiguous()
+    step = max(1, STEP_NBYTES // (row_nbytes * LANES)) * LANES if order is None else rows
+    words, (count, nbytes) = form.words, form.scales
+    for first in range(0, rows, step):
+        last = min(rows, first + step)
+        jobs = min(JOBS_PER_THREAD * threads(), -(-(last - first) // LANES)) if octets.size >= PARALLEL_FROM else 1
+        targets = [
+            0 if array is None else array.data_ptr() + first * blocks * each
+            for array, each in zip(made, (4 * words, nbytes * count, nbytes * count), strict=True)
+        ]
+        source = octets.ctypes.data + first * row_nbytes
+        addresses = 0 if order is None else order.data_ptr(), *targets, overflow.data_ptr(), workspace(jobs * space_nbytes)
+        run(jobs, source, row_nbytes, blocks, last - first, *addresses)
+        done(first * row_nbytes, last * row_nbytes)
     return not overflow.item()

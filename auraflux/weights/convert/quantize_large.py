@@ -10,9 +10,10 @@ from torch import Tensor
 
 from auraflux.quant import QTensor, quantize
 from auraflux.quant.gguf_blocks import REQUANTIZED_BITS, requantized_group
+from auraflux.weights.device_copy import copy_to_device
 
 CHUNK = 1 << 16  # weights
-GPU_CHUNK = 1 << 20
+GPU_CHUNK = 1 << 22
 SMALLER_GROUPS = 64, 32
 
 
@@ -64,7 +65,7 @@ def _dense(weight: Tensor | QTensor, rows: range | None = None, device: torch.de
         found = some.dequantize(torch.float32)
     else:
         found = weight if rows is None else weight[rows.start : rows.stop]
-    return found if device is None else found.to(device)
+    return found if device is None else copy_to_device(found, device)
 
 
 def requantize_for_mlx(weight: QTensor) -> QTensor:

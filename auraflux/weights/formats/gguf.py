@@ -2,8 +2,8 @@
 
 import mmap
 from collections import Counter
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from auraflux.weights.formats.stored import Stored
 from auraflux.weights.formats.untrusted import brief
 
 DENSE = {"F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64"}
+VOCABULARY = [f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type")]
 
 
 class GGUFFile:
@@ -57,7 +58,15 @@ class GGUFFile:
             found = {key: contents(field) for key, field in fields if not key.startswith("GGUF.")}
         except UnicodeDecodeError as err:
             raise FormatError(f"{self.path} has metadata that is not UTF-8: {brief(err)}.") from err
+        for reader in self._readers:
+            # a vocabulary takes as much memory again here
+            reader.fields.clear()
         return ConfigFile(found, self.path)
+
+    def drop_vocabulary(self) -> None:
+        """Forget the lists of tokens, merges, scores and types."""
+        for key in VOCABULARY:
+            self.metadata.pop(key, None)
 
     @cached_property
     def formats(self) -> dict[str, str]:
@@ -95,7 +104,7 @@ class GGUFFile:
         order = self._architecture.order(name, self.config, shape)
         if kind not in LAYOUTS or len(shape) != 2 or order.columns is not None:
             return None
-        return convert(self._tensors[name][1].data, kind, lanes, expands_scales, order.rows)
+        return convert(self._tensors[name][1].data, kind, lanes, expands_scales, order.rows, partial(self._release, name))
 
     def load_one(self, name: str, index: int) -> Stored:
         return self._stored(name, self._tensors[name][1].data[index], self.shape(name)[1:])
@@ -121,16 +130,25 @@ class GGUFFile:
         """Do nothing: one file holds all tensors."""
 
     def release(self, name: str) -> None:
+        self._release(name, 0, int(self._tensors[name][1].n_bytes))
+
+    def _release(self, name: str, first: int, last: int) -> None:
+        """Drop the mapped pages of some bytes of a tensor."""
         reader, tensor = self._tensors[name]
-        first = -(-tensor.data_offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = (tensor.data_offset + tensor.n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        first = -(-(tensor.data_offset + first) // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (tensor.data_offset + last) // mmap.PAGESIZE * mmap.PAGESIZE
         pages: Any = reader.data.base
         if last > first and isinstance(pages, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             pages.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def convert(
-    octets: NDArray[Any], kind: str, lanes: int = 1, expands_scales: bool = False, order: Tensor | None = None
+    octets: NDArray[Any],
+    kind: str,
+    lanes: int = 1,
+    expands_scales: bool = False,
+    order: Tensor | None = None,
+    done: Callable[[int, int], None] = lambda first, last: None,
 ) -> QTensor | None:
     """Convert blocks to a QTensor by a CPU kernel; None if there is none for the type, or no Numba."""
     try:
@@ -139,7 +157,7 @@ def convert(
         if err.name != "numba":
             raise
         return None
-    return convert_rows(octets, kind, lanes, expands_scales, order)
+    return convert_rows(octets, kind, lanes, expands_scales, order, done)
 
 
 def dense_tensor(tensor: Any) -> Tensor | None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from auraflux.ops.layout import gguf
 from auraflux.ops.layout.blocks import SPLITS
 from auraflux.ops.layout.gguf import convert_rows
 from auraflux.ops.layout.rows import interleave
@@ -79,6 +80,17 @@ def test_a_stack_and_many_rows():
     assert found is None, "a stack has its rows in order"
     assert_same(convert_rows(octets, "Q8_0"), from_blocks(octets, "Q8_0"))
     assert_same(convert_rows(octets[1], "Q8_0", ISA.lanes), from_blocks(octets[1], "Q8_0").interleave(ISA.lanes))
+
+
+@pytest.mark.parametrize(("kind", "lanes"), [("Q4_K", ISA.lanes), ("Q8_0", ISA.lanes), ("Q6_K", 1), ("Q4_1", 1)])
+def test_rows_are_converted_in_steps(monkeypatch: pytest.MonkeyPatch, kind: str, lanes: int):
+    octets, done = random_blocks(kind, 61), []
+    monkeypatch.setattr(gguf, "STEP_NBYTES", octets.nbytes // 3)
+    found = convert_rows(octets, kind, lanes, done=lambda first, last: done.append((first, last)))
+    assert_same(found, reference(octets, kind, lanes, expands=False))
+    starts, ends = zip(*done, strict=True)
+    assert len(done) > 2
+    assert [*starts, octets.nbytes] == [0, *ends]
 
 
 @pytest.mark.parametrize("scale", [1000.0, np.inf, np.nan])

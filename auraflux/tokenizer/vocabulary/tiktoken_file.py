@@ -11,8 +11,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from auraflux.errors import FormatError
-from auraflux.tokenizer.gguf_vocabulary import KIMI
 from auraflux.tokenizer.tokenizer_config import ANYTHING, CONTENT, added_tokens
+from auraflux.tokenizer.vocabulary.gguf import KIMI
 from auraflux.weights.fields import Fields
 from auraflux.weights.formats.untrusted import FLAG, read_text, shown
 

@@ -5,13 +5,14 @@
 with its merges in the file.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, groupby
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from auraflux.errors import FormatError
+from auraflux.tokenizer.vocabulary.scored_merges import scored_merges
 from auraflux.weights.fields import NAME, TOKEN, Fields, fields_of
 from auraflux.weights.formats.untrusted import FLAG, integer, list_of, number, string
 
@@ -128,7 +129,8 @@ def _scored(fields: Fields, tokens: list[str], types: list[int]) -> list[tuple[s
     scores = fields.get(f"{GGML}.scores", list_of(number(-3.5e38, 3.5e38), MAX_TOKENS), None)
     if scores is None or len(scores) != len(tokens):
         raise FormatError(f"The GGUF file has {len(tokens)} tokens, but not as many scores (tokenizer.ggml.scores).")
-    return _merges(tokens, types, scores)
+    merging = [i for i, kind in enumerate(types) if kind in (NORMAL, UNUSED)]
+    return scored_merges([tokens[i] for i in merging], [scores[i] for i in merging])
 
 
 def _sentence_piece(fields: Fields, tokens: list[str], merges: list[tuple[str, str]], prefix: bool) -> Tokenizer:
@@ -153,41 +155,6 @@ def _sentence_piece(fields: Fields, tokens: list[str], merges: list[tuple[str, s
     steps_back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     built.decoder = decoders.Sequence([*steps_back, decoders.Strip(" ", 1, 0)] if first else steps_back)
     return built
-
-
-def _merges(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return the pairs of tokens that merge, highest score first."""
-    merging = {token: score for token, kind, score in zip(tokens, types, scores, strict=True) if kind in (NORMAL, UNUSED)}
-    ranked = sorted((token for token in merging if len(token) > 1), key=lambda token: -merging[token])
-    pairs: list[tuple[str, str]] = []
-    for score, group in groupby(ranked, key=merging.__getitem__):
-        same = list(group)
-        found = [pair for token in same for pair in _parts(token, merging)]
-        if len(same) > 1 and found:
-            if not _is_runs(same):
-                raise FormatError(
-                    f"The GGUF file gives {same[0]!r} and {same[1]!r} the same score {score}, "
-                    "so their merge order is ambiguous."
-                )
-            found.sort(key=lambda pair: (pair[0] != pair[1], len(pair[0] + pair[1])))
-        pairs += found
-    return pairs
-
-
-def _is_runs(tokens: list[str]) -> bool:
-    """Return whether the tokens repeat one character 2, 3, 4 ... 2**n times, as Llama's spaces do.
-
-    Of equal scores the leftmost pair merges first, so a run grows from the left up to the longest token. Merging equal halves
-    first gives the same result where the longest is a power of two.
-    """
-    lengths, longest = sorted(map(len, tokens)), len(max(tokens, key=len))
-    return len(set("".join(tokens))) == 1 and lengths == list(range(2, longest + 1)) and longest & (longest - 1) == 0
-
-
-def _parts(token: str, merging: dict[str, float]) -> Iterator[tuple[str, str]]:
-    for cut in range(1, len(token)):
-        if token[:cut] in merging and token[cut:] in merging:
-            yield token[:cut], token[cut:]
 
 
 def _add_tokens(built: Tokenizer, tokens: list[str], types: list[int]) -> None:
