@@ -41,7 +41,8 @@ def _one(x: Tensor, expert: int, experts: Experts, pairs: ExpertPairs, slots: Te
     def product(rows: Tensor, stack: Stack, bias: Tensor | None, changes: dict[int, Pair]) -> Tensor:
         y = ops.linear(rows, stack[expert], None if bias is None else bias[expert])
         if expert in changes:
-            ops.add_lora(y, rows, slots, *changes[expert])
+            pair = changes[expert]
+            ops.add_lora(rows, [y], slots, [pair.a], [pair.b], overlap=True)
         return y
 
     up = product(x, experts.up, experts.up_bias, pairs.up)

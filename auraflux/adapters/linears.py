@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -53,16 +54,32 @@ class AdapterStep:
         """Return whether an adapter changes one of these weights."""
         return any(id(weight) in self.layers.linears for weight in weights)
 
-    def add(self, y: Tensor, x: Tensor, weight: Stored) -> Tensor:
-        """Add the adapters' product to that of a weight, y [..., N] of x [..., K]; return the sum."""
+    def add(self, ys: Sequence[Tensor], weights: Sequence[Stored], x: Tensor, *norm: Any) -> None:
+        """Add the adapters' products to those of weights with x [..., K]; norm: delta, weight and eps of one applied first."""
+        found = [(y, pair) for y, weight in zip(ys, weights, strict=True) if (pair := self._pair(weight)) is not None]
+        if found:
+            rows = x.view(-1, x.shape[-1])
+            a, b = [pair.a for _, pair in found], [pair.b for _, pair in found]
+            outs = [y.view(-1, y.shape[-1]) for y, _ in found]
+            ops.add_lora(rows, outs, self.rows(len(rows)), a, b, *(norm or (None, None, 0.0)), True)
+
+    def _pair(self, weight: Stored) -> Pair | None:
         pair = self.layers.linears.get(id(weight))
-        if pair is None:
-            return y
-        self.layers.touched.add(id(weight))
-        y, x = y.contiguous(), x.contiguous()
-        rows, sums = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        ops.add_lora(sums, rows, self.rows(len(rows)), pair.a, pair.b)
-        return y
+        if pair is not None:
+            self.layers.touched.add(id(weight))
+        return pair
+
+    def swiglu(self, products: Sequence[Tensor], weights: Sequence[Stored], x: Tensor, *norm: Any) -> Tensor:
+        """Add the adapters' products to those of gate and up, see `add`; return silu(gate) * up."""
+        gate, up = products
+        first, second = map(self._pair, weights)
+        if first is None or second is None:
+            self.add(products, weights, x, *norm)
+            return swiglu(gate, up)
+        rows, outs = x.view(-1, x.shape[-1]), [y.view(-1, y.shape[-1]) for y in products]
+        a, b = (first.a, second.a), (first.b, second.b)
+        found = ops.add_lora_swiglu(rows, *outs, self.rows(len(rows)), a, b, *(norm or (None, None, 0.0)), True)
+        return found.view(gate.shape)
 
     def rows(self, count: int) -> Tensor:
         """Return the adapter of each of so many rows."""
@@ -90,17 +107,17 @@ def adapters(step: AdapterStep | None) -> Iterator[None]:
 def linear(x: Tensor, weight: Stored, bias: Tensor | None = None) -> Tensor:
     """Run the op `linear`, then the adapters of the step."""
     y, step = ops.linear(x, weight, bias), active.get()
-    return y if step is None else step.add(y, x, weight)
+    if step is not None:
+        step.add([y], [weight], x)
+    return y
 
 
 def linears(x: Tensor, weights: Sequence[Stored], biases: Biases = None) -> tuple[Tensor, ...]:
     """Run the op `linears`, then the adapters of the step."""
     found, step = ops.linears(x, weights, biases), active.get()
-    return found if step is None else _each(step, found, x, weights)
-
-
-def _each(step: AdapterStep, found: Sequence[Tensor], x: Tensor, weights: Sequence[Stored]) -> tuple[Tensor, ...]:
-    return tuple(step.add(y, x, weight) for y, weight in zip(found, weights, strict=True))
+    if step is not None:
+        step.add(found, weights, x)
+    return found
 
 
 def add_norm_linears(
@@ -109,10 +126,13 @@ def add_norm_linears(
     """Run the op `add_norm_linears`, then the adapters of the step."""
     total, found = ops.add_norm_linears(x, delta, norm, eps, weights, biases)
     step = active.get()
-    if step is None or not step.changes(*weights):
-        return total, found
-    h = ops.rms_norm(x, norm, eps) if delta is None else ops.add_rms_norm(delta, x, norm, eps)[0]
-    return total, _each(step, found, h, weights)
+    if step is not None:
+        step.add(found, weights, x, _rows(delta), norm, eps)
+    return total, found
+
+
+def _rows(delta: Tensor | None) -> Tensor | None:
+    return None if delta is None else delta.view(-1, delta.shape[-1])
 
 
 def add_norm_scores(
@@ -121,7 +141,9 @@ def add_norm_scores(
     """Run the op `add_norm_scores`, then the adapters of the step."""
     h, total, found = ops.add_norm_scores(x, delta, norm, eps, weights, biases)
     step = active.get()
-    return (h, total, found) if step is None else (h, total, _each(step, found, h, weights))
+    if step is not None:
+        step.add(found, weights, x, _rows(delta), norm, eps)
+    return h, total, found
 
 
 def add_norm_gate_up(
@@ -131,8 +153,8 @@ def add_norm_gate_up(
     step = active.get()
     if step is None or not step.changes(gate, up):
         return ops.add_norm_gate_up(x, delta, norm, eps, gate, up)
-    total, (first, second) = add_norm_linears(x, delta, norm, eps, (gate, up))
-    return total, swiglu(first, second)
+    total, products = ops.add_norm_linears(x, delta, norm, eps, (gate, up))
+    return total, step.swiglu(products, (gate, up), x, _rows(delta), norm, eps)
 
 
 def run_mixture(experts: LayerExperts, inputs: MixtureInput) -> Tensor:
@@ -157,7 +179,8 @@ def shared_output(x: Tensor, shared: SharedExpert | Tensor | None) -> Tensor | N
         return shared_result(x, shared)
     if shared.gate is None:
         return linear(ops.relu_square(linear(x, shared.up)), shared.down)
-    return linear(swiglu(*linears(x, (shared.gate, shared.up))), shared.down)
+    both = shared.gate, shared.up
+    return linear(step.swiglu(ops.linears(x, both), both, x), shared.down)
 
 
 def run_experts(experts: LayerExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ waiting.
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -39,19 +39,21 @@ class Step:
 
     ids        [T]  tokens, or [T, H] hidden states of the previous pipeline stage
     positions  [T]  of a prefill chunk; those of decode steps are in the index
-    adapters   [T]  the adapter of each token
     compiled        the step has run once, so its kernels are compiled
     result          output buffer of the recording
     batch           of the recording, which refers to its tensors
+    adapters        the adapter of each row, see `AdapterStep`
+    adapted         the adapters of the sequences and their new tokens, from which those of the rows follow
     """
 
     ids: Tensor
     positions: Tensor
-    adapters: Tensor
     compiled: bool = False
     recording: Replay | None = None
     result: Tensor | None = None
     batch: Batch | MixedBatch | None = None
+    adapters: dict[int, Tensor] = field(default_factory=dict)
+    adapted: tuple[list[int], list[int]] | None = None
 
 
 # index, slots of states, tokens that need logits, whether there are adapters, new tokens per sequence (empty for one each)
@@ -219,25 +221,27 @@ class GraphRunner:
         if not batch.single:
             step.positions.copy_(batch.positions, non_blocking=True)
             batch.positions = step.positions
-        with self._adapters(batch, step.adapters):
+        with self._adapters(batch, step):
             return self._replay_or_run(step, batch, lambda: work(step))
 
     @contextmanager
-    def _adapters(self, batch: Batch, slots: Tensor | None = None) -> Iterator[None]:
-        """Run a step inside the block with the adapters of its sequences, which are written to `slots`, [T]."""
+    def _adapters(self, batch: Batch, step: Step | None = None) -> Iterator[None]:
+        """Run a step inside the block with the adapters of its sequences; a recording reads them from the step's tensors."""
         each = batch.adapters
         if each is None or self.adapters is None:
             yield
             return
+        slots = {} if step is None else step.adapters
         counts = [*batch.counts, *[1] * batch.padding_sequences]
-        of_tokens = torch.repeat_interleave(torch.tensor(each, dtype=torch.int32), torch.tensor(counts))
-        if slots is None:
-            slots = of_tokens.to(self.runner.device)
-        else:
-            slots.copy_(of_tokens, non_blocking=True)
-        # the last layer may run for the last tokens alone
-        last = {} if batch.logits is Logits.ALL else {len(each): to_device(each, slots.device).int()}
-        with adapters(AdapterStep(self.adapters.layers, {**last, len(slots): slots})):
+        if step is None or step.adapted != (each, counts):
+            for rows in _adapters_of_rows(each, counts, batch.logits):
+                if len(rows) in slots:
+                    slots[len(rows)].copy_(rows, non_blocking=True)
+                else:
+                    slots[len(rows)] = rows.to(self.runner.device)
+            if step is not None:
+                step.adapted = list(each), counts
+        with adapters(AdapterStep(self.adapters.layers, slots)):
             yield
 
     def _replay_or_run(self, step: Step, batch: Batch | MixedBatch, work: Callable[[], Tensor]) -> Tensor:
@@ -264,8 +268,7 @@ class GraphRunner:
         step = steps.pop(key, None)
         if step is None:
             ids = like.new_zeros(tokens, *like.shape[1:], device=self.runner.device)
-            zeros = torch.zeros(2, tokens, dtype=torch.int32, device=self.runner.device)
-            step = Step(ids, *zeros)
+            step = Step(ids, torch.zeros(tokens, dtype=torch.int32, device=self.runner.device))
             if len(steps) == limit:
                 del steps[next(iter(steps))]
         steps[key] = step
@@ -315,6 +318,15 @@ class GraphRunner:
         else:
             self.prefill_refused = why
         log.warning("%s steps run without graphs: %s", "decode" if single else "prefill and verify", why)
+
+
+def _adapters_of_rows(each: Sequence[int], counts: Sequence[int], logits: Logits) -> Iterator[Tensor]:
+    """Yield the adapter of every token, and of those for which the last layer may run alone."""
+    of_sequences = torch.tensor(each, dtype=torch.int32)
+    of_tokens = torch.repeat_interleave(of_sequences, torch.tensor(counts))
+    if logits is not Logits.ALL and len(of_tokens) != len(of_sequences):
+        yield of_sequences
+    yield of_tokens
 
 
 def _copy(result: Tensor) -> Tensor:

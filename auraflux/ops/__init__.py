@@ -49,7 +49,7 @@ from auraflux.ops.linear.reference import (
     linear,
     linears,
 )
-from auraflux.ops.lora.reference import add_lora
+from auraflux.ops.lora.reference import add_lora, add_lora_swiglu
 from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu, Limit, ReluSquare, SharedExpert
 from auraflux.ops.moe.pool import ExpertPool
 from auraflux.ops.moe.reference import (
@@ -131,6 +131,7 @@ __all__ = [
     "SharedExpert",
     "TokenSelection",
     "add_lora",
+    "add_lora_swiglu",
     "add_norm_gate_up",
     "add_norm_linears",
     "add_norm_scores",

@@ -54,6 +54,9 @@ from auraflux.ops.attention.reference import (
 from auraflux.ops.delta.cases import conv, layer_inputs, layer_nbytes, prefill, state_flops, state_nbytes, step
 from auraflux.ops.delta.reference import delta_layer_step, gated_delta_prefill, gated_delta_step, short_conv
 from auraflux.ops.linear.reference import add_norm_gate_up, add_norm_linears, add_norm_scores, gate_up_swiglu, linear, linears
+from auraflux.ops.lora.cases import adapted
+from auraflux.ops.lora.cases import gated as adapted_gated
+from auraflux.ops.lora.reference import add_lora, add_lora_swiglu
 from auraflux.ops.moe.reference import expert_mlp, expert_parts, mixture
 from auraflux.ops.turboquant.cases.inputs import (
     append,
@@ -321,7 +324,19 @@ LATENT += [
 
 OTHERS = [coded(f"k{k}v{v}-32k", [32 * K], HEADS, 128, (k, v)) for k, v in OTHER_PAIRS]
 
-CASES: list[Case] = [*LINEAR, *JOINED, *ATTENTION, *CODED, *MOE, *DELTA, *LATENT, *OTHERS]
+# rank 16 on the projections of a model of 8B parameters: q, k, v; gate and up; down
+LORA = [
+    Case(op, f"{name}-{tokens}", partial(make, tokens, *sizes, dtype=BF16, norm=normed, delta=normed, overlap=True), tol=TOL)
+    for op, name, make, sizes, normed in (
+        (add_lora, "qkv", adapted, (4096, (4096, 1024, 1024)), True),
+        (add_lora, "down", adapted, (14336, (4096,)), False),
+        (add_lora, "down-rank-64", adapted, (14336, (4096,), (64,)), False),
+        (add_lora_swiglu, "gate-up", adapted_gated, (4096, 14336), True),
+    )
+    for tokens in (1, 8)
+]
+
+CASES: list[Case] = [*LINEAR, *LORA, *JOINED, *ATTENTION, *CODED, *MOE, *DELTA, *LATENT, *OTHERS]
 
 # launched on older GPUs, with other formats or rarely; not timed
 RARE: list[Case] = [

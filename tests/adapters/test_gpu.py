@@ -7,6 +7,10 @@ import pytest
 import torch
 
 import auraflux
+from auraflux.bench.arguments import moved
+from auraflux.ops import add_lora, linear, rms_norm
+from auraflux.ops._gpu_inputs import codes
+from auraflux.ops.lora.cases import adapted
 from tests.adapters.test_adapters import ATTENTION, EXPERTS, PROMPT, adapt, generated, llama, qwen3_moe, run_together
 from tests.adapters.test_adapters import load as load_on_cpu
 from tests.models.oracles import error, save
@@ -50,6 +54,31 @@ def test_sequences_of_a_mixed_batch_follow_their_own_adapters(make: Any, tmp_pat
         logits = on_cpu.logits(PROMPT + tokens, name)[len(PROMPT) - 1 : -1]
         behind = logits.amax(1) - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         assert float((behind / logits.std(1)).max()) < 0.1
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_inputs_may_be_read_before_the_products_are_complete(tokens: int):
+    """In a graph, where a kernel begins before the previous one has ended."""
+    w = moved(codes(4096, 4096, bits=4), "cuda")
+    args = moved(adapted(tokens, 4096, (4096,), dtype=torch.bfloat16, one=True), "cuda")
+    x, norm = args["x"], torch.ones(4096, device="cuda")
+
+    def chain(overlap: bool) -> list[torch.Tensor]:
+        found, h = [], rms_norm(x, norm, 1e-5)
+        for _ in range(8):
+            found.append(linear(h, w))
+            add_lora(h, found[-1:], args["slots"], args["a"], args["b"], overlap=overlap)
+            h = rms_norm(found[-1], norm, 1e-5)
+        return found
+
+    chain(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = chain(True)
+    for _ in range(20):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert all(torch.equal(y, want) for y, want in zip(outs, chain(False), strict=True))
 
 
 def test_steps_with_adapters_are_replayed(tmp_path: Path):

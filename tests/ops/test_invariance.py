@@ -26,7 +26,8 @@ ROWS = {
     **dict.fromkeys(("rotate", "encode", "rms_norm", "layer_norm", "split_q_gate", "relu_square"), ("x",)),
     **dict.fromkeys(("sigmoid_gate", "gate_heads"), ("x", "gate")),
     "embed": ("ids",),
-    "add_lora": ("y", "x", "slots"),
+    "add_lora": ("x", "ys", "slots", "delta"),
+    "add_lora_swiglu": ("x", "gate", "up", "slots", "delta"),
     "decode": ("codes", "norms"),
     "add_rms_norm": ("x", "residual"),
     **dict.fromkeys(("gated_rms_norm", "group_rms_norm"), ("x", "z")),
@@ -86,6 +87,8 @@ QUICK = 12  # cases of an op; test_parity.py has all of them
 
 
 def _row(value: Any, t: int) -> Any:
+    if isinstance(value, list):
+        return [_row(each, t) for each in value]
     return value[t : t + 1] if isinstance(value, Tensor) and value.dim() else value
 
 
@@ -138,7 +141,7 @@ def parted(case: Case, backend: str = "cpu") -> str | None:
     with torch.device(backend):
         together, alone = (case.args() if backend == "cpu" else in_row_layout(case.args()) for _ in range(2))
         calls = list(single(case, alone))
-    writes = case.op.name in SEQUENCE_OPS or case.op.name in ("gated_delta_step", "expert_parts", "add_lora")
+    writes = case.op.name in SEQUENCE_OPS or case.op.name in ("gated_delta_step", "expert_parts", "add_lora", "add_lora_swiglu")
     with exact(case.exact):
         try:
             whole = results(case, together, backend)

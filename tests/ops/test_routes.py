@@ -263,11 +263,20 @@ def test_keys_are_split_where_a_prefill_chunk_has_too_few_programs(tokens: int, 
     assert tokens < 64 or piece(tokens, 16384, window=1024) == "prefill"
 
 
-# routes that need arguments too large for a quick case
+def on_older_gpu(op: ops.Op, name: str) -> Explanation | None:
+    """Explain a case on a GPU with neither wgmma nor TMA."""
+    case = next(case for case in cases_of(op) if case.name == name)
+    with use_fake_gpu((8, 9)):
+        return explain_call(case.op, "cuda", case.args())
+
+
+# routes that need another GPU, or arguments too large for a quick case
 LARGE: dict[tuple[str, str], Callable[[], Explanation | None]] = {
     ("linear", "matvec_int4_tma"): partial(product, 1, 8192, 16384),
     ("linear", "matvec_int8"): partial(product, 1, 8192, 8192, 8),
     ("linear", "gemm_int4_tiles"): partial(product, 32, 8192, 8192, capability=(8, 9)),
+    ("attention", "prefill_mma"): partial(on_older_gpu, attention, "bf16-prefill"),
+    ("delta", "prefill_mma"): partial(on_older_gpu, ops.gated_delta_prefill, "bf16-chunks"),
     ("linear", "dequantized in bf16, then cuBLAS"): partial(product, 2000, 4096, 4096),
     ("moe", "matvec_tma"): wide_experts,
     ("turboquant", "encode_prefill"): long_prompt,

@@ -3,11 +3,15 @@
 Jobs share the rows; a single row is shared by columns of the output, and each job then computes the short inner vector itself.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
+from auraflux.ops.activation.cpu import swiglu
+from auraflux.ops.norm.cpu import add_rms_norm, rms_norm
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, floats, int32s, jit, share, threads, workspace
 
 PARALLEL_FROM = 1 << 17  # products; below this, waking the threads costs more than the work
@@ -47,12 +51,44 @@ def _add_lora(args, job, jobs):
             _add_scaled(out, floats(b + 4 * ((slot * rank + r) * height + columns.start), len(columns)), inner[r])
 
 
-def add_lora(y: Tensor, x: Tensor, slots: Tensor, a: Tensor, b: Tensor) -> None:
-    if not all(tensor.dtype is torch.float32 for tensor in (y, x, a, b)):
+def add_lora(
+    x: Tensor,
+    ys: Sequence[Tensor],
+    slots: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    delta: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    overlap: bool = False,
+) -> None:
+    if not all(tensor.dtype is torch.float32 for tensor in (x, *ys, *a, *b)):
         raise Declined("activations or adapters are not float32")
+    h = x if norm is None else rms_norm(x, norm, eps) if delta is None else add_rms_norm(delta, x, norm, eps)[0]
+    for each in zip(ys, a, b, strict=True):
+        _add(h, slots, *each)
+
+
+def _add(x: Tensor, slots: Tensor, y: Tensor, a: Tensor, b: Tensor) -> None:
     tokens, (count, rank, width), height = len(x), a.shape, y.shape[1]
     jobs = threads() if tokens * rank * (width + height) >= PARALLEL_FROM else 1
     inner_nbytes = -(-4 * rank // LINE) * LINE
     at = (tensor.data_ptr() for tensor in (y, x, slots, a, b))
     scratch = workspace(jobs * inner_nbytes)
     _add_lora(jobs, *at, scratch, inner_nbytes, tokens, count, rank, width, height)
+
+
+def add_lora_swiglu(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    slots: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    delta: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    overlap: bool = False,
+) -> Tensor:
+    add_lora(x, (gate, up), slots, a, b, delta, norm, eps)
+    return swiglu(gate, up)

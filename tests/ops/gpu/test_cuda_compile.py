@@ -15,10 +15,8 @@ from auraflux.ops._dispatch import families
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]
 OPS = ROOT / "auraflux" / "ops"
-TORCH_ONLY = ("lora",)  # matrix products of torch
 # all others are served by their references
-WITH_CUDA = [name for name in families() if (OPS / name / "cuda").is_dir() or (OPS / name / "cuda.py").is_file()]
-FAMILIES = [name for name in WITH_CUDA if name not in TORCH_ONLY]
+FAMILIES = [name for name in families() if (OPS / name / "cuda").is_dir() or (OPS / name / "cuda.py").is_file()]
 MAY_SPILL = (
     {"prefill_tiles", "SHAPE.width=256"},  # addresses of its rows are in memory during attention
     {"rank_kernel", "BE=256"},  # 72 bytes
@@ -138,10 +136,6 @@ def launched_names(text: str) -> set[str]:
             assert isinstance(node.args[0], ast.Name), f"{ast.unparse(node)} does not name its kernel"
             names.add(node.args[0].id)
     return names
-
-
-def test_families_without_kernels_launch_none():
-    assert not [name for name in TORCH_ONLY if launched_names((OPS / name / "cuda.py").read_text())]
 
 
 def test_launches_are_found_in_sources():

@@ -26,13 +26,14 @@ from auraflux.ops.attention.cuda.prefill_tiles import (
     SCORES,
     advance,
     feed,
-    keys_of_rows,
     lines_of,
     mix_by_rows,
+    normalised,
     online_softmax,
-    rows_of_tile,
     softcap_log2,
     tile_position,
+    visible_range,
+    visible_rows,
 )
 from auraflux.ops.attention.cuda.prefill_unmasked import attend_one, attend_pairs, attend_unmasked, scores_of
 from auraflux.ops.attention.pages import KVPages
@@ -122,32 +123,6 @@ class Scores(NamedTuple):
     newest: int
 
 
-class Rows(NamedTuple):
-    """Rows of a program, and the keys that they see.
-
-    start, new, length  of their sequence: first new token, number of new tokens, and all positions
-    first               row of the program
-    begin, end          keys that some of them see
-    full, edge          keys that all of them see
-    masked, tiles       tiles of keys that not all of them see, and all tiles
-    recent              tiles of recent keys, see `tile_position`
-    pool                number of pages
-    """
-
-    start: Any
-    new: Any
-    length: Any
-    first: Any
-    begin: Any
-    end: Any
-    full: Any
-    edge: Any
-    masked: Any
-    tiles: Any
-    recent: Any
-    pool: Any
-
-
 @gluon.jit
 def _operand(x, D: gl.constexpr):
     """Return queries as an MMA operand: in registers, or in shared memory where the accumulators need those."""
@@ -172,35 +147,11 @@ def _mix(acc, p, V, values, head, first, end, position, window, page, pool, SHAP
         bad += gl.sum(V.slice(c * 64, 64, dim=1).load(LINES).to(F32) * 0.0, 1)
     if gl.sum(bad, 0) != 0.0:
         page = gl.where((page >= 0) & (page < pool), page, 0)
-        acc = mix_by_rows(acc, p, values, head, first, end, position, window, page, SHAPE.key_heads, SHAPE.page, D)
+        lines = values + ((page.to(gl.int64) * SHAPE.key_heads + head) * SHAPE.page + first % SHAPE.page) * D
+        acc = mix_by_rows(acc, p, lines, first, end, position, window, D, SCORES, columns(D))
     else:
         acc = warpgroup_mma(gl.convert_layout(p.to(V.dtype), gl.DotOperandLayout(0, columns(D), 2)), V, acc)
     return acc
-
-
-@gluon.jit
-def _result(acc, m, l, sinks, head, row, G: gl.constexpr, D: gl.constexpr, DTYPE: gl.constexpr):  # noqa: E741
-    """Normalise the sums, sinks included, and convert them to row layout."""
-    sink = gl.full([64], float("-inf"), F32, ROW)
-    if sinks is not None:
-        sink = gl.load(sinks + head * G + row % G) * LOG2E
-    top = gl.maximum(m, sink)
-    top = gl.where(top == float("-inf"), 0.0, top)
-    rescale = gl.exp2(m - top)
-    total = l * rescale + gl.exp2(sink - top)
-    part = gl.convert_layout(gl.where(total == 0.0, 0.0, rescale / total), gl.SliceLayout(1, columns(D)))
-    return gl.convert_layout((acc * part[:, None]).to(DTYPE), LINES)
-
-
-@gluon.jit
-def _visible_range(i, position, scores, rows, RECENT: gl.constexpr):
-    """Return each row's latest key in the i-th tile, its window from there, and the end of all keys."""
-    if not RECENT:
-        return position, scores.window, rows.end
-    recent = i < rows.recent[0]
-    latest = position - gl.where(recent, 0, scores.newest)
-    window = gl.where(recent, gl.minimum(scores.newest, scores.window), scores.window - scores.newest)
-    return latest, window, gl.where(recent, rows.length, rows.end)
 
 
 @gluon.jit
@@ -224,14 +175,14 @@ def _attend(q, out, sinks, values, memory, table, scores, heads, head, rows, SHA
     for i in range(rows.masked):
         first, shift = tile_position(i, rows.recent, rows.masked, rows.begin, rows.full, rows.edge, RECENT)
         page = gl.load(table + first // PAGE + shift)
-        latest, window, end = _visible_range(i, position, scores, rows, RECENT)
+        latest, window, end = visible_range(i, position, scores, rows, RECENT)
         s = warpgroup_mma_wait(0, deps=[scores_of(x, K, bars, stage, phase)])
         mbarrier.arrive(bars.index(2 * ST + stage))
         key = first + gl.arange(0, 64, KEY)[None, :]
         seen = (key <= latest[:, None]) & (key > latest[:, None] - window) & (page >= 0) & (page < rows.pool)
         # scores of keys beyond the end may be NaN
         s = gl.where(seen, softcap_log2(s, scores.scale, scores.softcap, SOFTCAP), float("-inf"))
-        p, rescale, m, l = online_softmax(s, m, l, factor, D)  # noqa: E741
+        p, rescale, m, l = online_softmax(s, m, l, factor, columns(D))  # noqa: E741
         p = gl.where(seen, p, 0.0)
         acc = acc * rescale[:, None]
         mbarrier.wait(bars.index(ST + stage), phase)
@@ -249,7 +200,7 @@ def _attend(q, out, sinks, values, memory, table, scores, heads, head, rows, SHA
             )
     else:
         acc, m, l = attend_unmasked(x, memory, acc, m, l, stage, phase, unmasked, scores, factor, SHAPE)  # noqa: E741
-    found = _result(acc, m, l, sinks, head, row, G, D, K.dtype)
+    found = gl.convert_layout(normalised(acc, m, l, sinks, head, row, G, columns(D), K.dtype), LINES)
     # recomputed to save registers
     same = gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [rows.first], gl.int32, is_pure=False, pack=1)
     at, live = lines_of(same + PART * 64, rows.start, rows.new, heads, head, G, D)
@@ -264,26 +215,11 @@ def prefill_tiles(
 
     far  see `RecentKeys`; 0 without
     """
-    G: gl.constexpr = SHAPE.group
     D: gl.constexpr = SHAPE.width
-    PAGE: gl.constexpr = SHAPE.page
     ST: gl.constexpr = SHAPE.stages
     # late tiles of a prompt see the most keys: schedule them first
     head, tile = gl.program_id(0), gl.num_programs(1) - 1 - gl.program_id(1)
-    sequence, start, new, length, first_row = rows_of_tile(tile, index, G, SHAPE.sequences)
-    last = length - new + gl.minimum((first_row + 127) // G, new - 1)
-    first = length - new + first_row // G
-    if SHAPE.recent:
-        begin, end, full, edge = keys_of_rows(first - scores.newest, last - scores.newest, scores.window - scores.newest)
-        nearest = gl.maximum(first - gl.minimum(scores.newest, scores.window) + 1, 0) // 64 * 64
-        recent_tiles = gl.where(first_row < new * G, (last - nearest + 64) // 64, 0)
-        recent = (recent_tiles, nearest, far - gl.maximum(length - new - scores.newest + 1, 0) // PAGE)
-    else:
-        begin, end, full, edge = keys_of_rows(first, last, scores.window)
-        recent_tiles, recent = 0, (0, 0, 0)
-    # tiles without rows have no work
-    count = gl.where(first_row < new * G, (end - begin + 63) // 64 + recent_tiles, 0)
-    masked = gl.where(first_row < new * G, count - (edge - full) // 64, 0)
+    sequence, rows = visible_rows(tile, index, scores, far, 128, SHAPE)
     table = index.table + sequence.to(gl.int64) * index.width
     K = gl.allocate_shared_memory(keys.dtype, [ST, 64, D], keys.layout)
     V = gl.allocate_shared_memory(keys.dtype, [ST, 64, D], values.layout)
@@ -293,7 +229,6 @@ def prefill_tiles(
         mbarrier.init(bars.index(i), count=2 if i // (2 * ST) == 1 else 1)
     fence_async_shared()
     gl.thread_barrier()
-    rows = Rows(start, new, length, first_row, begin, end, full, edge, masked, count, recent, index.pool)
     memory = Memory(K, V, bars)
     gl.warp_specialize(
         [

@@ -33,7 +33,7 @@ def attend_unmasked(x, memory, acc, m, l, stage, phase, count, scores, factor, S
     if count > 0:
         s = warpgroup_mma_wait(0, deps=[scores_of(x, K, bars, stage, phase)])
         mbarrier.arrive(bars.index(2 * ST + stage))
-        p, rescale, m, l = online_softmax(softcap_log2(s, scale, softcap, SOFTCAP), m, l, factor, D)  # noqa: E741
+        p, rescale, m, l = online_softmax(softcap_log2(s, scale, softcap, SOFTCAP), m, l, factor, columns(D))  # noqa: E741
         acc = acc * rescale[:, None]
         weights = gl.convert_layout(p.to(V.dtype), WEIGHTS)
         for _ in range(count - 1):
@@ -44,7 +44,7 @@ def attend_unmasked(x, memory, acc, m, l, stage, phase, count, scores, factor, S
             acc = warpgroup_mma(weights, V.index(before), acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(bars.index(2 * ST + stage))
-            p, rescale, m, l = online_softmax(softcap_log2(s, scale, softcap, SOFTCAP), m, l, factor, D)  # noqa: E741
+            p, rescale, m, l = online_softmax(softcap_log2(s, scale, softcap, SOFTCAP), m, l, factor, columns(D))  # noqa: E741
             weights = gl.convert_layout(p.to(V.dtype), WEIGHTS)
             # a dummy store: without it and the barrier ptxas moves the wait before the softmax
             spare.store(l)
@@ -67,7 +67,7 @@ def attend_one(x, memory, acc, m, l, stage, phase, scores, factor, SHAPE: gl.con
     K, V, bars, scale, softcap = memory.K, memory.V, memory.bars, scores.scale, scores.softcap
     s = warpgroup_mma_wait(0, deps=[scores_of(x, K, bars, stage, phase)])
     mbarrier.arrive(bars.index(2 * ST + stage))
-    p, rescale, m, l = online_softmax(softcap_log2(s, scale, softcap, SOFTCAP), m, l, factor, D)  # noqa: E741
+    p, rescale, m, l = online_softmax(softcap_log2(s, scale, softcap, SOFTCAP), m, l, factor, columns(D))  # noqa: E741
     weights = gl.convert_layout(p.to(V.dtype), gl.DotOperandLayout(0, columns(D), 2))
     mbarrier.wait(bars.index(ST + stage), phase)
     acc = warpgroup_mma(weights, V.index(stage), acc * rescale[:, None], is_async=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.attention.cuda import decode, flash_paged, mla_columns, mla_products, mla_products_codes, mla_rows, prefill
+from auraflux.ops.attention.cuda.mma import prefill as prefill_mma
 from auraflux.ops.attention.pages import KVPages, LatentPages
 from auraflux.ops.gpu.blocks.codes import check_order
 from auraflux.ops.gpu.blocks.flash import RecentKeys
@@ -75,8 +76,8 @@ class HeadProducts(NamedTuple):
     out: Tensor
 
 
-def _not_by_tma(call: Attend) -> str | None:
-    """Return why TMA cannot load tiles of keys and values."""
+def _not_in_tiles(call: Attend) -> str | None:
+    """Return why keys and values cannot be loaded in tiles of 64 positions."""
     q, pages = call.q, call.pages
     if not call.out.numel():
         return EMPTY
@@ -87,9 +88,11 @@ def _not_by_tma(call: Attend) -> str | None:
         return f"heads of {width} and {pages.v.shape[3]}; it is for 64, 128 or 256"
     if page % TILE or pool * key_heads * page >= MOST_POSITIONS:
         return f"{pool} pages of {page} are not multiples of {TILE}-token tiles, or too many"
-    if (q.data_ptr() | pages.k.data_ptr() | pages.v.data_ptr()) % 16:
-        return UNALIGNED
-    return not_wgmma(q.device)
+    return UNALIGNED if (q.data_ptr() | pages.k.data_ptr() | pages.v.data_ptr()) % 16 else None
+
+
+def _not_by_tma(call: Attend) -> str | None:
+    return _not_in_tiles(call) or not_wgmma(call.q.device)
 
 
 def _refuses_decode(call: Attend) -> str | None:
@@ -105,7 +108,8 @@ def _refuses_decode(call: Attend) -> str | None:
     return _not_by_tma(call)
 
 
-def _refuses_prefill(call: Attend) -> str | None:
+def _not_prefill(call: Attend) -> str | None:
+    """Return why programs of 128 rows each are not the quickest."""
     (tokens, heads, _), (sequences, table_width) = call.q.shape, call.pages.table.shape
     key_heads, page = call.pages.k.shape[1:3]
     rows = tokens * (heads // key_heads)
@@ -113,13 +117,23 @@ def _refuses_prefill(call: Attend) -> str | None:
         return f"{rows} rows of queries for {sequences} sequences; it takes {prefill.ROWS} of each at a time"
     if call.scale <= 0:
         return "the scale is not positive"
-    if reason := _not_by_tma(call):
+    if reason := _not_in_tiles(call):
         return reason
     programs, positions = rows // prefill.ROWS * key_heads, table_width * page
     if call.window is not None:
         positions = min(positions, call.window + tokens)
     most = prefill.most_positions(programs)
     return None if positions <= most else f"{programs} programs for {positions} positions: flash_paged splits the keys"
+
+
+def _refuses_prefill(call: Attend) -> str | None:
+    return _not_prefill(call) or not_wgmma(call.q.device)
+
+
+def _refuses_prefill_mma(call: Attend) -> str | None:
+    if call.q.shape[2] > prefill_mma.WIDEST:
+        return f"heads of {call.q.shape[2]}; it is for up to {prefill_mma.WIDEST}"
+    return _not_prefill(call) or not_gluon(call.q.device)
 
 
 def _refuses_latent(call: AttendLatent) -> str | None:
@@ -185,6 +199,10 @@ def _prefill(call: Attend) -> None:
     prefill.attend_prefill(*call)
 
 
+def _prefill_mma(call: Attend) -> None:
+    prefill_mma.attend_prefill(*call)
+
+
 def _flash(call: Attend) -> None:
     q, pages, starts, scale, window, sinks, softcap, out, recent = call
     flash_paged.attend(q, None, (pages.k, pages.v), pages, starts, scale, out, window, sinks, softcap, recent)
@@ -227,6 +245,7 @@ def _tiles(call: HeadProducts) -> None:
 ATTENTION: Routes[Attend, None] = Routes(
     Route("decode", _refuses_decode, _decode, invariant=True),
     Route("prefill", _refuses_prefill, _prefill),
+    Route("prefill_mma", _refuses_prefill_mma, _prefill_mma),
     Route("flash_paged", _never, _flash),
 )
 LATENT: Routes[AttendLatent, None] = Routes(

@@ -59,7 +59,7 @@ SEGMENTS = (
 )
 
 
-def _segments(tokens: int, heads: int, device: torch.device) -> int:
+def segments_for(tokens: int, heads: int, device: torch.device) -> int:
     """Return the number of segments: one is scanned while the next one's chunks are computed on idle multiprocessors."""
     if 2 * heads >= multiprocessors(device) * 3 // 4:
         return 1
@@ -67,7 +67,7 @@ def _segments(tokens: int, heads: int, device: torch.device) -> int:
 
 
 @gluon.jit
-def _sequence_at(slot, starts, sequences):
+def sequence_at(slot, starts, sequences):
     """Return the sequence of a slot: the last whose first slot is not past it."""
     low, high = slot * 0, slot * 0 + sequences - 1
     while low < high:
@@ -79,7 +79,7 @@ def _sequence_at(slot, starts, sequences):
 
 
 @gluon.jit
-def _gates(decay, beta, gates, line, at, live, HEADS: gl.constexpr):
+def store_gates(decay, beta, gates, line, at, live, HEADS: gl.constexpr):
     """Store sums of log2 decays and strengths in `line`, decays to the chunk's end and from its start in `gates`."""
     token = gl.arange(0, 64, LINE)
     step = gl.load(decay + at + token * HEADS, mask=token < live, other=1.0)
@@ -104,7 +104,7 @@ def chunk_tiles(
         place += begin // C
         first, end = place * C, tokens
     else:
-        b = _sequence_at(place, starts, sequences)
+        b = sequence_at(place, starts, sequences)
         start, end = gl.load(starts + b), gl.minimum(gl.load(starts + b + 1), tokens)
         first = start + (place - start // C - b) * C
     if first >= end:
@@ -122,7 +122,7 @@ def chunk_tiles(
     tma.async_copy_global_to_shared(ks, [first, head // SHARED * 128], bar, K)
     tma.async_copy_global_to_shared(qs, [first, head // SHARED * 128], bar, Q)
     slot = place * HEADS + head
-    _gates(decay, beta, gates + slot * 128, line, first.to(gl.int64) * HEADS + head, end - first, HEADS)
+    store_gates(decay, beta, gates + slot * 128, line, first.to(gl.int64) * HEADS + head, end - first, HEADS)
     i, j = gl.arange(0, 64, ROW), gl.arange(0, 64, COL)
     between = line.index(0).load(ROW)[:, None] - line.index(0).load(COL)[None, :]
     between = exp2(gl.where(i[:, None] >= j[None, :], between, -1e30))
@@ -164,7 +164,7 @@ def prefill_hopper(
     gates = torch.empty(slots * heads * 128, dtype=torch.float32, device=v.device)
     qs, ks, vs, os = _tiles(q, tokens, 128), _tiles(k, tokens, 128), _tiles(v, tokens, 64), _tiles(out, tokens, 64)
     xs, ps = _tiles(x, len(x), 64), _tiles(p, len(p), 64)
-    segments = _segments(tokens, heads, v.device) if single else 1
+    segments = segments_for(tokens, heads, v.device) if single else 1
     size = cdiv(cdiv(tokens, C.value), segments) * C.value
     shape = ScanShape(heads, shared, single, STAGES)
     side = side_stream(v.device, segments > 1)

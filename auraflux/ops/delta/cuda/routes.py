@@ -10,6 +10,7 @@ from torch import Tensor
 
 from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.delta.cuda import chunks, conv, decode, prefill, selective, serial
+from auraflux.ops.delta.cuda.mma import prefill as prefill_mma
 from auraflux.ops.delta.reference import LAYER_STEPS, layer_step_by
 from auraflux.ops.gpu.device import not_clusters, not_gluon, not_wgmma
 from auraflux.ops.routes import Route, Routes
@@ -75,7 +76,8 @@ class LayerStepCall(NamedTuple):
     eps: float
 
 
-def _refuses_prefill(call: PrefillCall) -> str | None:
+def _not_in_tiles(call: PrefillCall) -> str | None:
+    """Return why chunks do not fit the kernels of heads of 128 channels."""
     if tuple(call.state.shape[2:]) != (prefill.WIDTH, prefill.WIDTH):
         return f"heads of {call.state.shape[2]} and {call.state.shape[3]} channels; it is for {prefill.WIDTH}"
     if len(call.v) < prefill.C.value:
@@ -84,7 +86,15 @@ def _refuses_prefill(call: PrefillCall) -> str | None:
         return "not all in bf16, gates in float32"
     if (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % 16:
         return UNALIGNED
-    return not_wgmma(call.v.device)
+    return None
+
+
+def _refuses_prefill(call: PrefillCall) -> str | None:
+    return _not_in_tiles(call) or not_wgmma(call.v.device)
+
+
+def _refuses_prefill_mma(call: PrefillCall) -> str | None:
+    return _not_in_tiles(call) or not_gluon(call.v.device)
 
 
 def _refuses_chunks(call: PrefillCall) -> str | None:
@@ -143,6 +153,7 @@ def _step_by_step(call: LayerStepCall) -> Tensor:
 PREFILL: Routes[PrefillCall, None] = Routes(
     Route("one by one", _refuses_one_by_one, lambda call: serial.run_serial(*call), invariant=True),
     Route("prefill", _refuses_prefill, lambda call: prefill.prefill_hopper(*call)),
+    Route("prefill_mma", _refuses_prefill_mma, lambda call: prefill_mma.prefill_mma(*call)),
     Route("chunks", _refuses_chunks, lambda call: chunks.run_chunks(*call)),
 )
 CONV: Routes[ConvCall, None] = Routes(

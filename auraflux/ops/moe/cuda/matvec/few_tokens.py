@@ -32,7 +32,6 @@ from auraflux.ops.hopper.ptx import LAUNCH, WAIT, from_lane, run, shared
 from auraflux.ops.hopper.shared_memory import long_at, put_long
 from auraflux.ops.moe.cuda.routing.topk import choose, load_scores
 
-WARPS = gl.constexpr(16)  # of `up_slots`
 BARRIERS = gl.constexpr(128)  # bytes
 
 
@@ -131,14 +130,18 @@ def up_slots(
     ROW: gl.constexpr = H // 2
     LINE: gl.constexpr = H // 32
     HALF: gl.constexpr = 16 * (ROW + 2 * LINE)
-    SETS: gl.constexpr = (H // 256 + 7) // 8
+    WARPS: gl.constexpr = SHAPE.warps
+    SIDE: gl.constexpr = WARPS // 2  # warps of gate, and of up
+    SETS: gl.constexpr = (H // 256 + SIDE - 1) // SIDE
+    # sums of a row: of each warp, or without TMA, with half as many warps, of each set: they add up in the same order
+    SUMS: gl.constexpr = SIDE if launches_early() else SIDE * SETS
     tid = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
     warp, lane = tid // 32, tid % 32
     token, tiles, routed = gl.program_id(1).to(gl.int64), inner // 16, K * (inner // 16)
     count = routed if shared_gate is None else routed + tiles
     begin = gl.program_id(0) * count // gl.num_programs(0)
     end = (gl.program_id(0) + 1) * count // gl.num_programs(0)
-    memory, ring = shared(TILES * (2 * HALF + 64 * WARPS) + BARRIERS, tid)
+    memory, ring = shared(TILES * (2 * HALF + 128 * SUMS) + BARRIERS, tid)
     bars, sums = ring + TILES * 2 * HALF, ring + TILES * 2 * HALF + BARRIERS
     # lane 6 n + p copies array p of tile n
     n, p = lane // 6, lane % 6
@@ -164,7 +167,7 @@ def up_slots(
     # issued before the weights, so as not to queue behind them
     xs = ()
     for s in gl.static_range(SETS):
-        group = gl.minimum((warp % 8 + s * 8) * 4, H // 64 - 4) + lane // 8
+        group = gl.minimum((warp % SIDE + s * SIDE) * 4, H // 64 - 4) + lane // 8
         xs += (load_16(x + token * H + group * 64 + lane % 4 * 16),)  # type: ignore[assignment]
     _, chosen = select_experts(scores, ids, bias, token, tid, experts, gl.minimum((end - 1) // tiles, K - 1), K, E, SCORING)
     expert = from_lane(chosen, gl.minimum(slot, K - 1))
@@ -183,26 +186,30 @@ def up_slots(
         pairs += (pair_16(xs[s]),)  # type: ignore[assignment]
     zero = (tid * 0).to(gl.float32)
     for i in gl.static_range(TILES):
-        half = ring + i * (2 * HALF) + warp // 8 * HALF
+        half = ring + i * (2 * HALF) + warp // SIDE * HALF
         if launches_early():
-            await_bytes(bars + i * 16 + warp // 8 * 8)
+            await_bytes(bars + i * 16 + warp // SIDE * 8)
         else:
             run(wait_ptx(TILES - 1 - i), lane)
             gl.thread_barrier()
         total0, total1 = zero, zero
         for s in gl.static_range(SETS):
-            group = gl.minimum((warp % 8 + s * 8) * 4, H // 64 - 4)
+            group = gl.minimum((warp % SIDE + s * SIDE) * 4, H // 64 - 4)
             words = codes_two(half + group * 32, lane, ROW, 8 * ROW)
             lines = scales_two(half + 16 * ROW + group * 2, lane, LINE, 8 * LINE, 16)
             sum0, sum1 = row_products(words, lines, pairs[s], None, lane, 0)
-            if H % 2048:
-                live = (warp % 8 + s * 8) * 4 < H // 64
+            if H % (256 * SIDE):
+                live = (warp % SIDE + s * SIDE) * 4 < H // 64
                 sum0, sum1 = gl.where(live, sum0, 0.0), gl.where(live, sum1, 0.0)
-            total0, total1 = total0 + sum0, total1 + sum1
-        put_rows(sums + (i * WARPS + warp) * 64, lane, total0, total1)
+            if launches_early():
+                total0, total1 = total0 + sum0, total1 + sum1
+            else:
+                put_rows(sums + (i * 2 * SUMS + warp // SIDE * SUMS + s * SIDE + warp % SIDE) * 64, lane, sum0, sum1)
+        if launches_early():
+            put_rows(sums + (i * WARPS + warp) * 64, lane, total0, total1)
     gl.thread_barrier()
-    at, here = sums + tid // 16 * (64 * WARPS) + tid % 16 * 4, tid < TILES * 16
-    a, b = sum_at(at, here, WARPS // 2), sum_at(at + 32 * WARPS, here, WARPS // 2)
+    at, here = sums + tid // 16 * (128 * SUMS) + tid % 16 * 4, tid < TILES * 16
+    a, b = sum_at(at, here, SUMS), sum_at(at + 64 * SUMS, here, SUMS)
     result = (a / (1.0 + gl.exp(-a)) * b).to(out.dtype.element_ty).to(gl.float32)
     result, place = paired(result, tid % 16)
     at = (token * count + begin + tid // 16) * 16 + place

@@ -69,6 +69,19 @@ def _unit_at(ring, unit, lane, INNER: gl.constexpr):
 
 
 @gluon.jit
+def _hidden_of(x, token, warp, lane, SHAPE: gl.constexpr, SLOTS: gl.constexpr):
+    """Load the hidden vectors of a warp's units."""
+    INNER: gl.constexpr = SHAPE.width
+    UNITS: gl.constexpr = SLOTS * (INNER // 256)
+    MINE: gl.constexpr = (UNITS + SHAPE.warps - 1) // SHAPE.warps
+    xs = ()
+    for i in gl.static_range(MINE):
+        group = gl.minimum(warp * MINE + i, UNITS - 1) * 4 + lane // 8
+        xs += (load_16(x + (token * SLOTS * INNER + group * 64 + lane % 4 * 16)),)  # type: ignore[assignment]
+    return xs
+
+
+@gluon.jit
 def _load_epilogue(epilogue, at, token):
     """Return the residual stream, and the shared expert's output or, where that is computed here, its factor."""
     residual = gl.load(epilogue.residual + at).to(gl.float32)
@@ -174,19 +187,19 @@ def down_slots(
     WEIGHTED: gl.constexpr = ids is None or weights is not None or router.ids is not None
     if WEIGHTED:
         put_float(box + lane * 4, share, tid < 32)
+    held, xs = (), ()
     # weights arrive before the hidden vectors: load them into registers meanwhile
     if launches_early():
         await_bytes(bar)
     else:
+        xs = _hidden_of(x, token, warp, lane, SHAPE, SLOTS)
         run(wait_ptx(0), lane)
         gl.thread_barrier()
-    held, xs = (), ()
     for i in gl.static_range(min(MINE, HELD)):
         held += (_unit_at(ring, gl.minimum(warp * MINE + i, SLOTS * PARTS - 1), lane, INNER),)  # type: ignore[assignment]
     run(WAIT_AND_LAUNCH, lane)
-    for i in gl.static_range(MINE):
-        group = gl.minimum(warp * MINE + i, SLOTS * PARTS - 1) * 4 + lane // 8
-        xs += (load_16(x + (token * SLOTS * INNER + group * 64 + lane % 4 * 16)),)  # type: ignore[assignment]
+    if launches_early():
+        xs = _hidden_of(x, token, warp, lane, SHAPE, SLOTS)
     result = (tid * 0).to(gl.float32)
     total0, total1 = result, result
     for i in gl.static_range(MINE):

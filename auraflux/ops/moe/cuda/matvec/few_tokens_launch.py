@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from auraflux.ops.gpu.device import multiprocessors, shared_nbytes
+from auraflux.ops.gpu.device import launches_early, multiprocessors, shared_nbytes
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv
 from auraflux.ops.moe.cuda.matvec.few_tokens import CpuResults, Router, SlotShape, up_slots
@@ -16,6 +16,7 @@ from auraflux.ops.moe.pool import CpuMailbox
 from auraflux.ops.moe.routing import Routing
 
 UP_WARPS = 16
+LATE_WARPS = 8  # where kernels do not start early: programs of one tile, all of which fit at once
 DOWN_WARPS = 8
 MOST_TILES = 5  # of a program of `up_slots`, one lane of a warp for each of their arrays
 MOST_NBYTES = 112 << 10  # of shared memory for tiles; with more, `down_slots` does not fit on the same multiprocessor
@@ -74,10 +75,11 @@ def _launch(
     between = x.new_empty(tokens * slots, inner)
     shared_gate_args, shared_up_args, shared_down_args = shared_args(shared_expert)
     programs, most = up_sizes(hidden, slots * inner // 16, tokens, x.device)
+    warps = UP_WARPS if launches_early(x.device) else LATE_WARPS
     launch(up_slots, (programs, tokens))(
         x, ids, router.scores, router.bias, stack_args(gate_of(experts)), stack_args(experts.up),
-        shared_gate_args, shared_up_args, between, experts.rows, inner, shape._replace(width=hidden, tiles=most),
-        num_warps=UP_WARPS, launch_pdl=True,
+        shared_gate_args, shared_up_args, between, experts.rows, inner,
+        shape._replace(width=hidden, tiles=most, warps=warps), num_warps=warps, launch_pdl=True,
     )  # fmt: skip
     launch(down_slots, (hidden // 16, tokens))(
         between, ids, weights, router, epilogue, stack_args(experts.down), shared_down_args, out, experts.rows, hidden,
@@ -101,5 +103,5 @@ def up_sizes(hidden: int, tiles: int, tokens: int, device: torch.device) -> tupl
     """Return programs of `up_slots` per token, about one per multiprocessor if that suffices, and their tiles at most."""
     processors = multiprocessors(device)
     room = max(1, min(MOST_TILES, min(MOST_NBYTES, shared_nbytes(device) - AROUND) // (18 * hidden)))
-    most = min(cdiv(tiles * tokens, processors), room)
+    most = min(cdiv(tiles * tokens, processors), room) if launches_early(device) else 1
     return max(cdiv(tiles, most), min(processors // tokens, tiles)), most

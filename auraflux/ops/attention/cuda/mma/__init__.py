@@ -1,0 +1,1 @@
+"""Attention by cp.async and mma.sync, for GPUs without wgmma."""

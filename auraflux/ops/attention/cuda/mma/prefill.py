@@ -1,0 +1,199 @@
+"""Prefill attention by cp.async and mma.sync, in Gluon: 64 rows per program, heads of 64 or 128 channels in 16 bits.
+
+Rows, tiles of keys, masks and recent keys are those of `prefill`. A warp has 16 complete rows: scores, weights and sums stay in
+its registers. The next tile of keys and values loads while one is multiplied; programs of the same multiprocessor overlap
+products and softmax.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from auraflux.ops.attention.cuda.prefill import PrefillShape, Scores
+from auraflux.ops.attention.cuda.prefill_tiles import (
+    F32,
+    mix_by_rows,
+    normalised,
+    online_softmax,
+    softcap_log2,
+    tile_position,
+    visible_range,
+    visible_rows,
+)
+from auraflux.ops.attention.pages import KVPages
+from auraflux.ops.gpu.blocks.flash import NO_WINDOW, RecentKeys
+from auraflux.ops.gpu.blocks.pages import index_of
+from auraflux.ops.gpu.blocks.softmax import LOG2E
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import power_of_two
+
+ROWS, STAGES = 64, 2
+WIDEST = 128  # channels of a head, for which sums, scores and queries fit registers
+
+
+# of accumulators, and their rows
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
+ROW = gl.constexpr(gl.SliceLayout(1, SUMS.value))
+LEFT, RIGHT = (gl.constexpr(gl.DotOperandLayout(n, SUMS.value, 2)) for n in (0, 1))
+TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+
+
+@gluon.constexpr_function
+def rows_of_16_bytes(width):
+    """Return a layout whose threads have 16 bytes of a row each."""
+    lanes = width // 8
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _position(i, rows, SHAPE: gl.constexpr):
+    return tile_position(i, rows.recent, rows.masked, rows.begin, rows.full, rows.edge, SHAPE.recent)
+
+
+@gluon.jit
+def _page_at(table, i, rows, SHAPE: gl.constexpr):
+    """Return the page of the i-th tile, or of the last one."""
+    first, shift = _position(gl.minimum(i, rows.tiles - 1), rows, SHAPE)
+    return gl.load(table + first // SHAPE.page + shift)
+
+
+@gluon.jit
+def _fetch(K, V, pools, i, page, rows, head, SHAPE: gl.constexpr, MASKED: gl.constexpr):
+    """Begin copying the i-th tile; keys beyond the end become zeros."""
+    PAGE: gl.constexpr = SHAPE.page
+    D: gl.constexpr = SHAPE.width
+    COPY: gl.constexpr = rows_of_16_bytes(D)
+    keys, values = pools
+    if i < rows.tiles:
+        first, _ = _position(i, rows, SHAPE)
+        known = gl.where((page >= 0) & (page < rows.pool), page, 0).to(gl.int64)
+        base = ((known * SHAPE.key_heads + head) * PAGE + first % PAGE) * D
+        # computed again for every tile to save registers
+        line = gl.arange(0, 64, gl.SliceLayout(1, COPY))
+        line = gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [line], gl.int32, is_pure=False, pack=1)
+        at = line[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, COPY))[None, :]
+        there = None
+        if MASKED:
+            end = gl.where(i < rows.recent[0], rows.length, rows.end) if SHAPE.recent else rows.end
+            there = (first + line < end)[:, None]
+        stage = i % SHAPE.stages
+        async_copy.async_copy_global_to_shared(K.index(stage), keys + base + at, mask=there)
+        async_copy.async_copy_global_to_shared(V.index(stage), values + base + at, mask=there)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _scores(x, K):
+    return mma_v2(x, K.permute((1, 0)).load(RIGHT), gl.full([64, 64], 0.0, F32, SUMS))
+
+
+@gluon.jit
+def _mix(acc, p, V):
+    weights = gl.convert_layout(p.to(V.dtype), LEFT)
+    return mma_v2(weights, V.load(RIGHT), acc)
+
+
+@gluon.jit
+def _mix_masked(acc, p, V, lines, first, end, latest, window, D: gl.constexpr, COPY: gl.constexpr):
+    """Accumulate a tile of values by their weights; non-finite values only for the rows that see them."""
+    # 0 where all are finite, otherwise NaN
+    if gl.sum(gl.sum(V.load(COPY).to(F32) * 0.0, 1), 0) != 0.0:
+        acc = mix_by_rows(acc, p, lines, first, end, latest, window, D, SUMS, SUMS)
+    else:
+        acc = _mix(acc, p, V)
+    return acc
+
+
+@gluon.jit
+def _offsets(first, rows, heads, head, G: gl.constexpr, D: gl.constexpr, COPY: gl.constexpr):
+    """Return offsets of a program's rows in queries and results, and which of them exist."""
+    r = first + gl.arange(0, 64, gl.SliceLayout(1, COPY))
+    at = ((rows.start + gl.minimum(r // G, rows.new - 1)).to(gl.int64) * heads + head * G + r % G)[:, None] * D
+    return at + gl.arange(0, D, gl.SliceLayout(0, COPY))[None, :], (r < rows.new * G)[:, None] & (at >= 0)
+
+
+@gluon.jit(do_not_specialize_on_alignment=["far"])
+def prefill_mma(
+    q, pools, index, sinks, out, scores, far, heads, SHAPE: gl.constexpr
+):  # fmt: skip
+    """Attend from 64 rows to all keys they see; grid (HEADS, tiles).
+
+    far  see `RecentKeys`; 0 without
+    """
+    ST: gl.constexpr = SHAPE.stages
+    G: gl.constexpr = SHAPE.group
+    D: gl.constexpr = SHAPE.width
+    PAGE: gl.constexpr = SHAPE.page
+    SOFTCAP: gl.constexpr = SHAPE.softcap
+    RECENT: gl.constexpr = SHAPE.recent
+    COPY: gl.constexpr = rows_of_16_bytes(D)
+    values = pools[1]
+    # late tiles of a prompt see the most keys: schedule them first
+    head, tile = gl.program_id(0), gl.num_programs(1) - 1 - gl.program_id(1)
+    sequence, rows = visible_rows(tile, index, scores, far, 64, SHAPE)
+    if rows.tiles == 0:
+        return
+    table = index.table + sequence.to(gl.int64) * index.width
+    K = gl.allocate_shared_memory(q.dtype.element_ty, [ST, 64, D], TILE)
+    V = gl.allocate_shared_memory(q.dtype.element_ty, [ST, 64, D], TILE)
+    x = gl.convert_layout(gl.load(q + _offsets(rows.first, rows, heads, head, G, D, COPY)[0]), LEFT)
+    page = _page_at(table, 0, rows, SHAPE)
+    _fetch(K, V, pools, 0, page, rows, head, SHAPE, True)
+    following = _page_at(table, 1, rows, SHAPE)
+    row = rows.first + gl.arange(0, 64, ROW)
+    position = rows.length - rows.new + gl.minimum(row // G, rows.new - 1)
+    m = gl.full([64], float("-inf"), F32, ROW)
+    l = gl.full([64], 0.0, F32, ROW)  # noqa: E741
+    acc = gl.full([64, D], 0.0, F32, SUMS)
+    factor = LOG2E if SOFTCAP else scores.scale * LOG2E
+    for i in range(rows.masked):
+        async_copy.wait_group(0)
+        gl.thread_barrier()
+        _fetch(K, V, pools, i + 1, following, rows, head, SHAPE, True)
+        first, _ = _position(i, rows, SHAPE)
+        latest, window, end = visible_range(i, position, scores, rows, RECENT)
+        s = softcap_log2(_scores(x, K.index(i % ST)), scores.scale, scores.softcap, SOFTCAP)
+        key = first + gl.arange(0, 64, gl.SliceLayout(0, SUMS))[None, :]
+        seen = (key <= latest[:, None]) & (key > latest[:, None] - window) & (page >= 0) & (page < rows.pool)
+        p, rescale, m, l = online_softmax(gl.where(seen, s, float("-inf")), m, l, factor, SUMS)  # noqa: E741
+        lines = values + ((gl.maximum(page, 0).to(gl.int64) * SHAPE.key_heads + head) * PAGE + first % PAGE) * D
+        acc = _mix_masked(acc * rescale[:, None], p, V.index(i % ST), lines, first, end, latest, window, D, COPY)
+        page, following = following, _page_at(table, i + 2, rows, SHAPE)
+    for i in range(rows.masked, rows.tiles):
+        async_copy.wait_group(0)
+        gl.thread_barrier()
+        _fetch(K, V, pools, i + 1, following, rows, head, SHAPE, False)
+        s = softcap_log2(_scores(x, K.index(i % ST)), scores.scale, scores.softcap, SOFTCAP)
+        p, rescale, m, l = online_softmax(s, m, l, factor, SUMS)  # noqa: E741
+        acc = _mix(acc * rescale[:, None], p, V.index(i % ST))
+        following = _page_at(table, i + 2, rows, SHAPE)
+    found = gl.convert_layout(normalised(acc, m, l, sinks, head, row, G, SUMS, q.dtype.element_ty), COPY)
+    # recomputed to save registers
+    same = gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [rows.first], gl.int32, is_pure=False, pack=1)
+    offsets, live = _offsets(same, rows, heads, head, G, D, COPY)
+    gl.store(out + offsets, found, mask=live)
+
+
+def attend_prefill(
+    q: Tensor,
+    pages: KVPages,
+    starts: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+    out: Tensor,
+    recent: RecentKeys | None,
+) -> None:
+    """Run `attention` into `out`."""
+    (tokens, heads, width), (_, key_heads, page, _) = q.shape, pages.k.shape
+    sequences, group = len(pages.lengths), heads // key_heads
+    newest, far = recent or (0, 0)
+    shape = PrefillShape(
+        group, key_heads, width, page, power_of_two(sequences), STAGES, softcap is not None, recent is not None
+    )
+    launch(prefill_mma, (key_heads, tokens * group // ROWS + sequences))(
+        q, (pages.k, pages.v), index_of(pages, starts), sinks, out,
+        Scores(scale, softcap or 1.0, NO_WINDOW if window is None else window, newest), far, heads, shape, num_warps=4,
+    )  # fmt: skip

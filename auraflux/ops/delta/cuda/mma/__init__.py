@@ -1,0 +1,1 @@
+"""The delta rule by cp.async and mma.sync, for GPUs without wgmma."""
