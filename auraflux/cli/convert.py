@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -52,7 +52,7 @@ def convert(source: str, target: Path, bits: int, group: int, merge: Path | None
     from auraflux.adapters.peft_folder import read_adapter
     from auraflux.models import family
     from auraflux.progress import on_terminal
-    from auraflux.vision.families import notes_of_copy
+    from auraflux.vision.families import notes_of_copy, tower_names
     from auraflux.weights.convert.mlx_folder import FolderWriter
     from auraflux.weights.convert.mlx_folder import convert as write
     from auraflux.weights.download.pull import locate
@@ -72,7 +72,8 @@ def convert(source: str, target: Path, bits: int, group: int, merge: Path | None
             write_tokenizer(checkpoint, folder)
 
         kind = family(checkpoint.config)
-        write(checkpoint, kind, target, bits=bits, group=group, force=force, advance=advance, add=add, writer=writer)
+        options: dict[str, Any] = {"bits": bits, "group": group, "writer": writer, "tower": tower_names(checkpoint)}
+        write(checkpoint, kind, target, **options, force=force, advance=advance, add=add)
     for note in [*checkpoint.notes, *notes_of_copy(checkpoint)]:
         click.echo(f"note: {note}", err=True)
     click.echo(f"{target}: {sum(path.stat().st_size for path in target.iterdir()) / 2**20:.1f} MiB")

@@ -43,7 +43,7 @@ def pack(source: str, target: Path, bits: int | None, group: int, device: str, f
     from auraflux.models.config import experts_per_token
     from auraflux.ops.simd.isa import ISA
     from auraflux.progress import on_terminal
-    from auraflux.vision.families import notes_of_copy
+    from auraflux.vision.families import notes_of_copy, tower_names
     from auraflux.weights.convert.pack import PARTIAL
     from auraflux.weights.convert.pack import pack as write
     from auraflux.weights.download.pull import locate
@@ -70,6 +70,7 @@ def pack(source: str, target: Path, bits: int | None, group: int, device: str, f
                 force=force,
                 report=report,
                 add=add,
+                tower=tower_names(checkpoint),
             )
     except KeyboardInterrupt as err:
         kept = f"Interrupted. Progress is saved in {target}{PARTIAL}; run the same command again to resume."

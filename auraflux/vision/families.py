@@ -94,9 +94,17 @@ def takes_images(checkpoint: Checkpoint) -> bool:
     return isinstance(_projector(checkpoint, None, lambda name: 0), MMProjFile)
 
 
+def tower_names(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of the tensors of a checkpoint's tower; none if it has no tower that is supported."""
+    family = None if checkpoint.form == "gguf" else _family(checkpoint)
+    return [] if family is None else [name for name in checkpoint.sizes() if family.towers.rename(name) is not None]
+
+
 def notes_of_copy(checkpoint: Checkpoint) -> list[str]:
-    """Return notes on a model that is written without its tower."""
-    return ["the vision tower is left out: the model that is written takes no images."] if takes_images(checkpoint) else []
+    """Return notes on a model that is written without its tower, which is in another file."""
+    if checkpoint.form != "gguf" or not takes_images(checkpoint):
+        return []
+    return ["the vision tower in the mmproj file is left out: the model that is written takes no images."]
 
 
 def open_vision(

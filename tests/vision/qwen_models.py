@@ -12,11 +12,16 @@ import tokenizers
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import (
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.models.oracles import save
-from tests.models.test_qwen3_5_moe import DENSE, SMALL
+from tests.models.test_qwen3_5_moe import DENSE, MIXED, SMALL
 from tests.tested import external_oracle
 from tests.tokenizer.toy_tokenizers import byte_level, folder
 
@@ -55,7 +60,7 @@ TEMPLATE = """\
 
 
 @cache
-def chat_folder() -> Path:
+def chat_folder(mixture: bool = False) -> Path:
     """Return the folder of a model with a tokenizer and a chat template."""
     path = Path(mkdtemp(prefix="auraflux-tiny-"))
     tokenizer = tokenizers.Tokenizer.from_str(byte_level().to_str())
@@ -63,20 +68,30 @@ def chat_folder() -> Path:
     tokenizer.add_special_tokens(special)
     ids = [tokenizer.token_to_id(name) for name in special]
     names = "vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id"
-    make(path, vocab_size=tokenizer.get_vocab_size(), eos_token_id=0, tokens=dict(zip(names, ids, strict=True)))
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 0, "mixture": mixture}
+    make(path, tokens=dict(zip(names, ids, strict=True)), **sizes)
     return folder(path, tokenizer, tokenizer_config={"chat_template": TEMPLATE, "eos_token": "<|im_end|>"})
 
 
-def make(path: Path, vision: dict[str, Any] | None = None, tokens: dict[str, int] | None = None, **text: Any) -> Any:
-    """Save a model with a tower; return the transformers model."""
+def make(
+    path: Path,
+    vision: dict[str, Any] | None = None,
+    tokens: dict[str, int] | None = None,
+    mixture: bool = False,
+    **text: Any,
+) -> Any:
+    """Save a model with a tower, dense or a mixture; return the transformers model."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2], "partial_rotary_factor": 0.25}
-    config = Qwen3_5Config(
-        text_config={**SMALL, **DENSE, "rope_parameters": rope, **text},
+    kind, like = (
+        (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration) if mixture else (Qwen3_5Config, Qwen3_5ForConditionalGeneration)
+    )
+    config = kind(
+        text_config={**SMALL, **(MIXED if mixture else DENSE), "rope_parameters": rope, **text},
         vision_config={**VISION, **(vision or {})},
         **(tokens or TOKENS),
     )
     torch.manual_seed(0)
-    model = Qwen3_5ForConditionalGeneration(config).eval()
+    model = like(config).eval()
     save(model, path)
     with torch.no_grad():
         # the next token shall depend on the whole prompt, not on the last one

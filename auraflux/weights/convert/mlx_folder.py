@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,8 +36,8 @@ NESTED_PREFIX = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "gemma3", "mistral3", "
 TEXT_ONLY = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 EMBEDDINGS = re.compile(r"(embed_tokens|lm_head)\.weight$")
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
-# file name stems: mlx-lm loads model*.safetensors and fails on unknown tensors, so the MTP head has its own files
-MODEL, MTP = "model", "mtp"
+# file name stems: mlx-lm loads model*.safetensors and fails on unknown tensors, so MTP head and vision tower have own files
+MODEL, MTP, TOWER = "model", "mtp", "vision"
 ROWS = "rows"  # tables read from disk: in separate files, which can be unmapped
 OWN = ("config.json", "model.safetensors.index.json")
 
@@ -216,6 +216,7 @@ def convert(
     advance: Callable[[int], None] = lambda nbytes: None,
     add: Callable[[Path], None] = lambda folder: None,
     writer: Callable[..., FolderWriter] = FolderWriter,
+    tower: Sequence[str] = (),
 ) -> Path:
     """Write a checkpoint as a quantized MLX folder.
 
@@ -223,6 +224,7 @@ def convert(
     advance  called with the bytes of each loaded tensor
     writer   the class that writes the weights
     add      writes further files to the folder, such as a tokenizer
+    tower    names of a vision tower's tensors, which are copied
     """
     check_format(bits, group)
     if checkpoint.experts is not None:
@@ -243,8 +245,9 @@ def convert(
                 raise FormatError(
                     f"no weight in {checkpoint.path} has a width that is a multiple of {group}; try a smaller --group."
                 )
+            copy_tower(checkpoint, tower, shards, advance)
             shards.close()
-            written = mlx_config(checkpoint.config, weights.formats)
+            written = mlx_config(checkpoint.config, weights.formats, has_tower=bool(tower))
             if weights.has_untied_head:
                 written["tie_word_embeddings"] = False
             (folder / "config.json").write_text(json.dumps(written, indent=4))
@@ -254,6 +257,15 @@ def convert(
     except OSError as err:
         raise FormatError(f"{target} cannot be written: {err.strerror or err}.") from err
     return target
+
+
+def copy_tower(checkpoint: Checkpoint, names: Sequence[str], shards: Shards, advance: Callable[[int], None]) -> None:
+    """Copy a vision tower's tensors to files of their own, under their names and in their dtype."""
+    sizes = checkpoint.sizes()
+    for name in names:
+        shards.add(name, dense(checkpoint.load(name)).clone(), TOWER)
+        checkpoint.release(name)
+        advance(sizes[name])
 
 
 def find_mtp_prefixes(checkpoint: Checkpoint, family: Family, config: Any) -> tuple[str, ...] | None:
@@ -274,11 +286,14 @@ def check_paths(checkpoint: Checkpoint, target: Path, force: bool) -> None:
         raise FormatError(f"{target} is not a model folder, so it is not replaced.")
 
 
-def mlx_config(config: dict[str, Any], formats: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return config.json with mlx-lm's "quantization": the most frequent format, and exceptions by module."""
+def mlx_config(config: dict[str, Any], formats: dict[str, dict[str, Any]], has_tower: bool = False) -> dict[str, Any]:
+    """Return config.json with mlx-lm's "quantization": the most frequent format, and exceptions by module.
+
+    has_tower  the folder has the model's vision tower
+    """
     usual, _ = Counter(tuple(form.items()) for form in formats.values()).most_common(1)[0]
     entry = {**dict(usual), **{module: form for module, form in formats.items() if tuple(form.items()) != usual}}
-    dropped = ("quantization", "quantization_config", "vision_config")
+    dropped = ("quantization", "quantization_config", *(() if has_tower else ("vision_config",)))
     result = {key: _older_keys(value) if key == "text_config" else value for key, value in config.items() if key not in dropped}
     return {**_older_keys(result), "model_type": _model_type(config), "quantization": entry, "quantization_config": entry}
 

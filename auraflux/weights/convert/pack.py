@@ -7,7 +7,7 @@ complete. A journal in it lists the complete files, so that an interrupted run c
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,15 @@ from auraflux.quant import check_format
 from auraflux.weights.convert.destination import put_in_place, working_folder
 from auraflux.weights.convert.expert_packer import ExpertPacker, Layer, write_file
 from auraflux.weights.convert.journal import NAME, Journal, digest, discard, stamps
-from auraflux.weights.convert.mlx_folder import Family, Shards, check_paths, copy_others, find_mtp_prefixes, mlx_config
+from auraflux.weights.convert.mlx_folder import (
+    Family,
+    Shards,
+    check_paths,
+    copy_others,
+    copy_tower,
+    find_mtp_prefixes,
+    mlx_config,
+)
 from auraflux.weights.experts import packed_files
 from auraflux.weights.experts.packed_files import write_format, write_layer
 from auraflux.weights.experts.page_cache import fsync_path
@@ -42,6 +50,7 @@ def pack(
     force: bool = False,
     report: Report = lambda what, done, total: None,
     add: Callable[[Path], None] = lambda folder: None,
+    tower: Sequence[str] = (),
 ) -> Path:
     """Write a checkpoint as a packed folder, or resume an interrupted run.
 
@@ -50,6 +59,7 @@ def pack(
     force   replace an existing model folder, and discard an interrupted run
     report  called with the phase, bytes so far and total bytes
     add     writes further files to the folder, such as a tokenizer
+    tower   names of a vision tower's tensors, which are copied
     """
     if bits is not None:
         check_format(bits, group)
@@ -71,7 +81,7 @@ def pack(
         head = {"version": packed_files.VERSION, "source": digest(files), "stamps": stamps(files), **options}
         journal = Journal(folder, head)
         try:
-            run = _Run(folder, plan, journal, report)
+            run = _Run(folder, plan, journal, report, tower)
             run.check_disk_space()
             wanted = {**options, "mtp_prefixes": mtp_prefixes}
             run.write_rest(lambda shards, advance: _construct(family, config, checkpoint, shards, advance, wanted))
@@ -120,8 +130,10 @@ def _finish(folder: Path, target: Path, check: Callable[[], None]) -> None:
 class _Run:
     """State of one run of `pack`."""
 
-    def __init__(self, folder: Path, plan: ExpertPacker, journal: Journal, report: Report):
-        self.folder, self.plan, self.journal, self.report = folder, plan, journal, report
+    def __init__(self, folder: Path, plan: ExpertPacker, journal: Journal, report: Report, tower: Sequence[str]):
+        self.folder, self.plan, self.journal, self.report, self.tower = folder, plan, journal, report, tower
+        sizes = plan.checkpoint.sizes()
+        self.tower_nbytes = sum(sizes[name] for name in tower)
         self.experts = folder / packed_files.FOLDER
         self.experts.mkdir(exist_ok=True)
         self.done = {entry["file"]: entry for entry in journal.entries if "file" in entry and self._is_complete(entry)}
@@ -137,6 +149,7 @@ class _Run:
         if self.rest is None:
             # dense weights have 16 bits or more
             needed += self.plan.rest_nbytes * (16 if self.plan.bits is None else self.plan.bits + 1) // 16
+            needed += self.tower_nbytes
         free = shutil.disk_usage(self.folder).free
         if needed > free:
             raise FormatError(
@@ -152,7 +165,7 @@ class _Run:
         for path in self.folder.iterdir():
             if path.is_file() and path.name != NAME:
                 path.unlink()
-        shards, done, total = Shards(self.folder, SHARD_NBYTES), 0, self.plan.rest_nbytes
+        shards, done, total = Shards(self.folder, SHARD_NBYTES), 0, self.plan.rest_nbytes + self.tower_nbytes
 
         def advance(nbytes: int) -> None:
             nonlocal done
@@ -160,6 +173,7 @@ class _Run:
             self.report("other weights", done, total)
 
         formats = construct(shards, advance)
+        copy_tower(self.plan.checkpoint, self.tower, shards, advance)
         shards.close()
         for path in self.folder.glob("*.safetensors"):
             fsync_path(path)
@@ -207,7 +221,7 @@ class _Run:
                 formats[name] = {"group_size": matrix.group, "bits": matrix.bits, "mode": matrix.kind}
         first = self.plan.layers[0]
         inner, hidden = first.like["up"].shape
-        config = mlx_config(checkpoint.config, formats)
+        config = mlx_config(checkpoint.config, formats, has_tower=bool(self.tower))
         found = {
             "format": packed_files.NAME,
             "version": packed_files.VERSION,
