@@ -5,13 +5,14 @@ checks each kernel against its reference on these shapes before timing it. The k
 and may not spill registers (`gpu/compile.py`).
 """
 
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 
-from auraflux.ops._cases import Case
+from auraflux.ops._cases import Args, Case
 from auraflux.ops._gpu_inputs import (
     BF16,
     BY_SIGMOID,
@@ -325,14 +326,15 @@ LATENT += [
 OTHERS = [coded(f"k{k}v{v}-32k", [32 * K], HEADS, 128, (k, v)) for k, v in OTHER_PAIRS]
 
 # rank 16 on the projections of a model of 8B parameters: q, k, v; gate and up; down
+PROJECTIONS: list[tuple[Any, str, Callable[..., Args], tuple[Any, ...], bool]] = [
+    (add_lora, "qkv", adapted, (4096, (4096, 1024, 1024)), True),
+    (add_lora, "down", adapted, (14336, (4096,)), False),
+    (add_lora, "down-rank-64", adapted, (14336, (4096,), (64,)), False),
+    (add_lora_swiglu, "gate-up", adapted_gated, (4096, 14336), True),
+]
 LORA = [
     Case(op, f"{name}-{tokens}", partial(make, tokens, *sizes, dtype=BF16, norm=normed, delta=normed, overlap=True), tol=TOL)
-    for op, name, make, sizes, normed in (
-        (add_lora, "qkv", adapted, (4096, (4096, 1024, 1024)), True),
-        (add_lora, "down", adapted, (14336, (4096,)), False),
-        (add_lora, "down-rank-64", adapted, (14336, (4096,), (64,)), False),
-        (add_lora_swiglu, "gate-up", adapted_gated, (4096, 14336), True),
-    )
+    for op, name, make, sizes, normed in PROJECTIONS
     for tokens in (1, 8)
 ]
 
