@@ -4,6 +4,7 @@
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from queue import SimpleQueue
 
@@ -64,11 +65,19 @@ class Staging:
         return out
 
 
+def staging_memory(nbytes: int, device: torch.device) -> Tensor:
+    """Return memory from which the device copies: pinned for a GPU, unless the system refuses (`ulimit -l`, containers)."""
+    if device.type == "cuda":
+        with suppress(RuntimeError):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
 class _Buffer:
-    """Pinned memory for one chunk."""
+    """Memory for one chunk."""
 
     def __init__(self, nbytes: int, device: torch.device):
-        self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._memory = staging_memory(nbytes, device)
         self._sent: torch.cuda.Event | None = None
 
     def send(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream | None) -> None:

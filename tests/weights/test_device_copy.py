@@ -1,9 +1,11 @@
 """Copies in chunks through reused buffers have the bits of the source, also when it changes afterwards."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from auraflux.weights.device_copy import Staging, copy_to_device
+from auraflux.weights.device_copy import Staging, copy_to_device, staging_memory
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float32, torch.int32, torch.uint8, torch.float8_e4m3fn]
@@ -26,6 +28,18 @@ def test_an_error_of_a_thread_reaches_the_caller_and_the_buffers_stay_usable():
         staging.copy(source.to("meta"))
     for _ in range(8):
         assert torch.equal(staging.copy(source), source)
+
+
+def test_buffers_are_pageable_where_the_system_refuses_to_pin(monkeypatch: pytest.MonkeyPatch):
+    empty = torch.empty
+
+    def refuse(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    assert staging_memory(64, torch.device("cuda")).shape == (64,)
 
 
 @pytest.mark.gpu
