@@ -7,6 +7,7 @@ import torch
 from auraflux.ops._cases import relative_rms
 from auraflux.ops.moe._expert_cases import layer
 from auraflux.ops.moe.cuda.matvec.few_tokens import Router, SlotShape
+from auraflux.ops.moe.cuda.matvec.few_tokens_launch import DOWN_WARPS, LATE_WARPS, UP_WARPS
 from auraflux.ops.moe.cuda.stacks import Epilogue
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.reference import combine, expert_mlp, expert_parts, mixture, route
@@ -17,15 +18,15 @@ from tests.emulator.ptx import Device
 TOL = 6e-3  # intermediate results are bf16
 ROWS = (0, 7)  # of the result, in sixteens
 GIVEN = {"E": 0, "SCORING": ""}
-TILES = 3
-WARPS = 8  # of `down_slots`
+TILES = 3  # of a program of `up_slots` with TMA; without, it has one
 
 
 def run(
     x, ids, weights, scores, bias, scale, added, experts: Experts, k: int, rule: dict, out, shared=None, early: bool = True
 ) -> None:
     """Run all of `up_slots`, and the programs of `down_slots` that compute ROWS."""
-    rule = k, rule["E"], rule["SCORING"], rule["RENORMALIZE"], TILES, WARPS
+    tiles, warps = (TILES, UP_WARPS) if early else (1, LATE_WARPS)
+    shape = SlotShape(experts.hidden, k, rule["E"], rule["SCORING"], rule["RENORMALIZE"], tiles, warps)
     device, inner, hidden, slots = Device(), experts.inner, experts.hidden, k if shared is None else k + 1
 
     between = torch.full((x.shape[0] * slots, inner), float("nan"), dtype=torch.bfloat16)
@@ -34,16 +35,17 @@ def run(
     own = (None,) * 3 if shared is None else (shared.gate, shared.up, shared.down)
     gate, up, down = (passed(device, stack) for stack in (experts.gate, experts.up, experts.down))
     own_gate, own_up, own_down = (passed(device, weight) for weight in own)
-    programs = -(-slots * inner // 16 // TILES)
+    programs = -(-slots * inner // 16 // tiles)
     for token in range(x.shape[0]):
         for program in range(programs):
-            kernel = slot_kernels(device, 16, programs, program, token, early=early)["up_slots"]
-            kernel(inputs, *router, gate, up, own_gate, own_up, hiddens, experts.count, inner, SlotShape(hidden, *rule))
+            kernel = slot_kernels(device, warps, programs, program, token, early=early)["up_slots"]
+            kernel(inputs, *router, gate, up, own_gate, own_up, hiddens, experts.count, inner, shape)
     given = router[0], placed(device, weights), Router(*router[1:], scale), Epilogue(*(placed(device, one) for one in added))
     for row in ROWS:
         for token in range(x.shape[0]):
-            kernel = slot_kernels(device, WARPS, 1, row, token, early=early)["down_slots"]
-            kernel(hiddens, *given, down, own_down, results, experts.count, hidden, SlotShape(inner, *rule))
+            kernel = slot_kernels(device, DOWN_WARPS, 1, row, token, early=early)["down_slots"]
+            down_shape = shape._replace(width=inner, warps=DOWN_WARPS)
+            kernel(hiddens, *given, down, own_down, results, experts.count, hidden, down_shape)
     assert results is not None
     out.copy_(device.get(results, out))
 
