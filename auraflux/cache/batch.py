@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.cache.embeddings import EmbeddingBuffers, Embeddings
 from auraflux.cache.kv_sequence import CacheGroup, KVSequence, SequenceState
 from auraflux.cache.pages import LayerGroup
-from auraflux.cache.step_index import StepIndex
+from auraflux.cache.step_index import EmbeddingBuffers, Embeddings, StepIndex
 from auraflux.errors import CacheFull, ContextError, InputError
 from auraflux.ops.rope.reference import norm_rope
 

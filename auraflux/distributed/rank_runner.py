@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from auraflux.cache import Batch, Cache
-from auraflux.cache.embeddings import Embeddings
+from auraflux.cache.step_index import Embeddings
 from auraflux.distributed.comm.collectives import Subgroup
 from auraflux.distributed.comm.group import Group
 from auraflux.distributed.comm.mesh import Mesh

@@ -19,8 +19,7 @@ from torch import Tensor
 from auraflux.adapters.linears import AdapterStep, active, adapters
 from auraflux.adapters.loaded import LoadedAdapters
 from auraflux.cache import Batch, Logits, MixedBatch
-from auraflux.cache.embeddings import EmbeddingBuffers, Embeddings
-from auraflux.cache.step_index import StepIndex
+from auraflux.cache.step_index import EmbeddingBuffers, Embeddings, StepIndex
 from auraflux.engine.capture import NO_MEMORY, CudaCapture, Replay, record_launches
 from auraflux.engine.device import device_memory, to_device
 from auraflux.engine.model_runner import ModelRunner
