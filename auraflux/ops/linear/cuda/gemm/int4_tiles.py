@@ -117,10 +117,11 @@ def _add_group(acc, slot, row, group, lane, TILE: gl.constexpr):
         at = xs + (m * 8 + g) * (INPUTS * 2) + ((group * 8 + t * 2) ^ g) * 16
         x = load_x(X_SHARED, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", at, at ^ 16)
         for r in gl.static_range(2 * m, 2 * m + 2):
-            c, a = (acc[r * 4], acc[r * 4 + 1], acc[r * 4 + 2], acc[r * 4 + 3]), weights[r % 2]
+            c = acc[r * 4], acc[r * 4 + 1], acc[r * 4 + 2], acc[r * 4 + 3]
+            a = weights[r % 2]  # type: ignore[var-annotated]
             for step in gl.static_range(4):
                 c = mma_bf16(c, (a[step * 4], a[step * 4 + 1], a[step * 4 + 2], a[step * 4 + 3]), x[step], x[4 + step])
-            new += c
+            new += c  # type: ignore[assignment]
     return new
 
 
