@@ -308,12 +308,12 @@ class Engine:
     def prefill(self, sequences: list[KVSequence], chunks: list[list[int]], hidden: bool = False) -> Tensor:
         """Compute prefill chunks, at most `chunk` tokens together; return the final hidden states if asked for.
 
-        More tokens, at most `max_prefill_tokens`, are divided into parts, all of which go through a layer before the next one.
+        More tokens, up to `max_prefill_tokens`, are divided into parts, all of which go through a layer before the next one.
 
         hidden  return them even without `returns_hidden`
         """
         logits = Logits.ALL if hidden or self.returns_hidden else Logits.NONE
-        if sum(map(len, chunks)) > self.chunk:
+        if logits is Logits.NONE and self.chunk < sum(map(len, chunks)) <= self.max_prefill_tokens(sequences):
             return self._prefill_by_layers(sequences, chunks)
         return self.step(self._prefill_batch(sequences, chunks, logits), chunks)
 
@@ -344,6 +344,9 @@ class Engine:
                     parts.append((to_device([token for each in ids for token in each], self.device), batch))
                 self.graphs.prefill_by_layers(parts)
                 self.graphs.check_step()
+                if self.device.type == "cuda":
+                    # the next step waits anyway, since it reads the tables of the experts
+                    torch.cuda.synchronize(self.device)
                 return torch.empty(0, device=self.device)
         except BaseException:
             for sequence, length in zip(sequences, before, strict=True):

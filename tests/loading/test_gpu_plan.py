@@ -42,7 +42,7 @@ def too_small(path: Path) -> int:
     sizes = plan_gpu(source, 10**12, SIZES).sizes
     assert sizes.experts is not None
     cache = gpu_plan._CachePlanner(source, SIZES, torch.bfloat16).min_nbytes(4096)
-    return sizes.weights + sizes.workspace(4096) + cache + sizes.experts.total // 2
+    return sizes.weights + sizes.streaming_workspace(4096) + cache + sizes.experts.total // 2
 
 
 def parts(plan: GpuPlan) -> int:

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
-from auraflux.cache import Logits
-from auraflux.engine.engine import Engine, split_parts
+from auraflux.engine.engine import split_parts
 from auraflux.engine.graph_runner import GraphRunner
 from auraflux.engine.model_runner import ModelRunner
+from auraflux.engine.request import Request
 from auraflux.errors import CacheFull
 from auraflux.scheduler.scheduler import Scheduler
 from tests.scheduler.test_scheduler import (
@@ -73,15 +73,15 @@ def test_prompts_share_steps(name: str, steps: list[list[int]]):
     assert nothing_leaks(scheduler)
 
 
-def test_no_step_is_longer_than_usual_while_a_sequence_decodes(steps: list[list[int]], monkeypatch: pytest.MonkeyPatch):
+def test_no_step_is_longer_than_usual_while_a_sequence_decodes(steps: list[list[int]]):
     scheduler, (first, second, *_) = by_layers("llama"), prompts_of("llama")
     (writing,) = submit(scheduler, [second])
     scheduler.wait(lambda: len(writing.generated.tokens) > 2)
     steps.clear()
     late = submit(scheduler, [first])
-    scheduler.wait(lambda: bool(late[0].generated.tokens) or bool(writing.finish_reason))
-    # all of them after the first sequence has ended
-    assert steps == [] or writing.finish_reason
+    scheduler.wait(lambda: late[0].kv_sequence is not None and late[0].kv.length > 2 * CHUNK)
+    assert writing.finish_reason is None
+    assert steps == []
     assert finish(scheduler, [writing, *late]) == wanted("llama", "k8v4", [second, first])
 
 
@@ -135,12 +135,13 @@ def test_steps_that_need_more_than_the_cache_run_chunk_after_chunk():
     assert engine.max_prefill_tokens([sequence]) == CHUNK
 
 
-@pytest.mark.parametrize("option", [{"prompt_logprobs": 1}, {}])
-def test_prompts_whose_tokens_are_scored_run_chunk_after_chunk(option: dict, steps: list[list[int]]):
-    scheduler, prompt = by_layers("llama"), prompts_of("llama")[0]
-    request = submit(scheduler, [prompt], SETTINGS)[0].request.__class__(tuple(prompt), SETTINGS, **option)
-    finish(scheduler, [scheduler.submit(request)])
-    assert bool(steps) or option
+def test_prompts_whose_tokens_are_scored_run_chunk_after_chunk(steps: list[list[int]]):
+    scheduler, prompt = by_layers("llama"), tuple(prompts_of("llama")[0])
+    finish(scheduler, [scheduler.submit(Request(prompt, SETTINGS, prompt_logprobs=1))])
+    assert steps == []
+    scheduler.prefix_cache.clear()
+    finish(scheduler, [scheduler.submit(Request(prompt, SETTINGS))])
+    assert steps
 
 
 def test_parts_have_all_tokens_once_and_in_order():
@@ -156,9 +157,28 @@ def test_parts_have_all_tokens_once_and_in_order():
         assert tokens == [(number, at) for number, count in enumerate(counts) for at in range(count)]
 
 
-def test_no_hidden_states_are_returned():
-    engine = by_layers("llama").engine
-    text = model_of("llama")[2]
+def test_hidden_states_are_those_of_one_step(steps: list[list[int]]):
+    engine, text = by_layers("llama").engine, model_of("llama")[2]
+    assert len(engine.prefill([engine.cache.open()], [text[:60]], hidden=True)) == 60
+    assert steps == []
     assert len(engine.prefill([engine.cache.open()], [text[:60]])) == 0
-    assert isinstance(engine, Engine)
-    assert engine.cache.batch([engine.cache.open()], logits=Logits.NONE, part=1).index is not None
+    assert steps == [[15] * 4]
+
+
+@pytest.mark.parametrize("name", ["gemma4_moe", "qwen4_exp"])
+def test_layers_that_read_more_than_the_cache_run_once_per_step(name: str, steps: list[list[int]]):
+    """Their per-layer inputs and n-gram rows are made for all tokens of a step."""
+    scheduler, prompts = by_layers(name), prompts_of(name)[:2]
+    assert finish(scheduler, submit(scheduler, prompts)) == wanted(name, "k8v4", prompts)
+    assert steps == []
+
+
+def test_ahead_of_outputs_runs_a_single_chunk(monkeypatch: pytest.MonkeyPatch, steps: list[list[int]]):
+    """Tokens of ending sequences are on their way to the host, which waits for a step of several chunks."""
+    monkeypatch.setattr(GraphRunner, "runs_ahead", True)
+    scheduler, prompt = by_layers("llama"), prompts_of("llama")[0]
+    submit(scheduler, [prompt])
+    scheduler._admit()
+    for ahead, tokens in (True, CHUNK), (False, CHUNK * PARTS):
+        [[(_, count)]] = scheduler._prefill.next(scheduler._running, False, ahead=ahead)
+        assert count == tokens
