@@ -36,6 +36,12 @@ def source_of(path: Path) -> ModelSource:
     return ModelSource.open(path, CacheSettings("none"), mtp=False, ranks=None)
 
 
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stream experts for one chunk at a time: the tiny mixture's take less memory than the tokens of several."""
+    monkeypatch.setattr("auraflux.loading.gpu_sizes.STREAM_TOKENS", 4096)
+
+
 def too_small(path: Path) -> int:
     """Return a GPU's memory into which only some experts fit."""
     source = source_of(path)

@@ -5,11 +5,13 @@ import random
 import pytest
 import torch
 
+from auraflux.cache import Batch
 from auraflux.engine.engine import split_parts
 from auraflux.engine.graph_runner import GraphRunner
 from auraflux.engine.model_runner import ModelRunner
 from auraflux.engine.request import Request
 from auraflux.errors import CacheFull
+from auraflux.models.layer import Layer
 from auraflux.scheduler.scheduler import Scheduler
 from tests.scheduler.test_scheduler import (
     CALIBRATED,
@@ -38,9 +40,12 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The tokens of each part, for every step by layers."""
     seen: list[list[int]] = []
     run = GraphRunner.prefill_by_layers
-    monkeypatch.setattr(
-        GraphRunner, "prefill_by_layers", lambda self, parts: seen.append([len(ids) for ids, _ in parts]) or run(self, parts)
-    )
+
+    def recorded(self: GraphRunner, parts: list[tuple[torch.Tensor, Batch]]) -> None:
+        seen.append([len(ids) for ids, _ in parts])
+        run(self, parts)
+
+    monkeypatch.setattr(GraphRunner, "prefill_by_layers", recorded)
     return seen
 
 
@@ -114,9 +119,8 @@ def test_a_failed_step_is_computed_again(name: str, monkeypatch: pytest.MonkeyPa
         engine.prefill([each], [text[:60]])
         each.checkpoint()
     engine.prefill([expected], [text[60:110]])
-    layer = engine.model.layers[1]
     with monkeypatch.context() as patch:
-        patch.setattr(type(layer), "__call__", lambda self, *given: 1 / 0)
+        patch.setattr(Layer, "__call__", lambda self, *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.prefill([sequence], [text[60:110]])
     assert sequence.length == 60
