@@ -234,8 +234,7 @@ def random_language(
         graphs = graphs and (pool is None or pool.pinned or pool.resident)
         engine = Engine(model, shapes, settings, **sizes, exact=exact, invariant=invariant, graphs=graphs, device=device)
     if pool is not None:
-        engine.graphs.max_tokens, engine.graphs.before_step = pool.max_captured_tokens, pool.before_step
-        engine.take_memory = pool.give_up
+        engine.use_pool(pool)
     scheduler = Scheduler(engine, None, frozenset(), max_sequences=sequences)
     notes = [] if pool is None else pool.notes
     return LanguageModel(scheduler, Path("random weights"), notes, pool, model_type=config["model_type"])

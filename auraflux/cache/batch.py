@@ -214,6 +214,13 @@ class Batch:
             self.reserve_pages(group, self.extensions(group, counts))
         self.allocate(counts, padding)
 
+    def reserve(self, counts: list[int]) -> None:
+        """Make sure of pages for `counts` new tokens per sequence in layers that store all tokens; change no sequence."""
+        self.prepare(counts)
+        for group in self.sequences[0].group_states:
+            if group.grows:
+                self.reserve_pages(group, self.extensions(group, counts))
+
     def extensions(self, group: CacheGroup, counts: list[int]) -> list[tuple[SequenceState, int, int]]:
         """Return the state in a group, the length and the new tokens of each sequence that grows."""
         return [(s.group_states[group], s.length, new) for s, new in zip(self.sequences, counts, strict=True) if new]

@@ -86,7 +86,7 @@ class Cache:
         self.checkpoints = Checkpoints(settings.checkpoint_stride, settings.checkpoint_nbytes)
         self._page_groups: dict[tuple[int | None, int, int | None], LayerGroup] = {}
         self._angles: dict[Hashable, Tensor] = {}
-        self._indexes: dict[tuple[int, int], StepIndex] = {}
+        self._indexes: dict[tuple[int, int, int], StepIndex] = {}
         plan = settings.plan(shapes)
         kinds = enumerate(zip(shapes, plan, strict=True))
         self.on_write: WriteObserver = no_observer
@@ -242,26 +242,37 @@ class Cache:
         return not self.has_states
 
     def batch(
-        self, sequences: list[KVSequence], expected: int = 0, padding_sequences: int = 0, logits: Logits = Logits.ALL
+        self,
+        sequences: list[KVSequence],
+        expected: int = 0,
+        padding_sequences: int = 0,
+        logits: Logits = Logits.ALL,
+        part: int = 0,
     ) -> Batch:
-        """Make a batch; `expected` is a length that one of its sequences will reach, if it is known."""
-        expected = min(expected, self.context)
-        return Batch(sequences, self.context, self._find_index, self.evict, expected, padding_sequences, logits)
+        """Make a batch.
+
+        expected  length that one of its sequences will reach, if it is known
+        part      number of the batch in a step of several, each of which has an index of its own
+        """
+        expected, find_index = min(expected, self.context), partial(self._find_index, part=part)
+        return Batch(sequences, self.context, find_index, self.evict, expected, padding_sequences, logits)
 
     def evict(self, group: CacheGroup) -> bool:
         """Free pages of a group from the prefix cache or from checkpoints; return whether there were any."""
         return self.evict_prefix(group) or self.checkpoints.evict(group)
 
-    def _find_index(self, count: int, longest: int) -> StepIndex:
+    def _find_index(self, count: int, longest: int, part: int = 0) -> StepIndex:
         """Return the index of the power-of-two length bucket for `count` sequences: kernels split their work by it."""
-        return self.index(count, min(1 << max(longest, MIN_LENGTH_BUCKET - 1).bit_length(), self.context))
+        return self.index(count, min(1 << max(longest, MIN_LENGTH_BUCKET - 1).bit_length(), self.context), part)
 
-    def index(self, count: int, length_bucket: int) -> StepIndex:
-        """Return the index for `count` sequences, none longer than `length_bucket`."""
-        key = count, length_bucket
+    def index(self, count: int, length_bucket: int, part: int = 0) -> StepIndex:
+        """Return the index for `count` sequences, none longer than `length_bucket`, in a part of a step."""
+        key = count, length_bucket, part
         if key not in self._indexes:
             self._indexes[key] = StepIndex(count, length_bucket, self.device)
-            self._indexes[key].on_write = partial(self.on_write, key)
+            if part == 0:
+                # ranks run no step of several parts
+                self._indexes[key].on_write = partial(self.on_write, key[:2])
         return self._indexes[key]
 
     def observe(self, on_write: WriteObserver) -> None:

@@ -1,6 +1,7 @@
 """A model with its KV cache: tokens in, logits out."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, Required, TypedDict, Unpack
 
 import torch
@@ -64,9 +65,11 @@ class Engine:
 
     `vision` encodes images; None where the model takes none.
     `dense_modules` make embeddings of pooled hidden states, one after another.
+    `chunks_by_layer` chunks of prompts may be computed in a step that needs no logits, see `prefill`.
     `take_memory` takes so many bytes of GPU memory from the expert cache and returns how many it got; None without one.
     """
 
+    chunks_by_layer = 1
     take_memory: Callable[[int], int] | None = None
     vision: Vision | None = None
     dense_modules: Sequence[DenseModule] = ()
@@ -115,6 +118,13 @@ class Engine:
             finally:
                 sequence.close()
             loaded.check_touched()
+
+    def use_pool(self, pool: GpuExpertPool) -> None:
+        """Prepare steps of a model whose experts are in a pool."""
+        self.graphs.max_tokens, self.graphs.before_step = pool.max_captured_tokens, pool.before_step
+        self.take_memory, self.chunks_by_layer = pool.give_up, pool.chunks_by_layer(self.chunk)
+        if pool.on_disk:
+            self.graphs.after_step = pool.check
 
     def try_token(self) -> None:
         """Run a token and discard it, so that an unsupported model fails at load time."""
@@ -298,11 +308,50 @@ class Engine:
     def prefill(self, sequences: list[KVSequence], chunks: list[list[int]], hidden: bool = False) -> Tensor:
         """Compute prefill chunks, at most `chunk` tokens together; return the final hidden states if asked for.
 
+        More tokens, up to `max_prefill_tokens`, are divided into parts, all of which go through a layer before the next one.
+
         hidden  return them even without `returns_hidden`
         """
-        one, logits = len(sequences) == 1, Logits.ALL if hidden or self.returns_hidden else Logits.NONE
-        batch = self._prefill_batch(sequences[0], chunks[0], logits) if one else self.cache.batch(sequences, logits=logits)
-        return self.step(batch, chunks)
+        logits = Logits.ALL if hidden or self.returns_hidden else Logits.NONE
+        if logits is Logits.NONE and self.chunk < sum(map(len, chunks)) <= self.max_prefill_tokens(sequences):
+            return self._prefill_by_layers(sequences, chunks)
+        return self.step(self._prefill_batch(sequences, chunks, logits), chunks)
+
+    def max_prefill_tokens(self, sequences: list[KVSequence]) -> int:
+        """Return the most tokens of a prefill step of these sequences, if no hidden states are needed."""
+        by_layers = (
+            self.model.supports_mixed_batch
+            and self.ranks is None
+            and not self.returns_hidden
+            # a checkpoint between two parts would have the states of neither
+            and self.cache.checkpoints.stride is None
+            and all(sequence.adapter is None and sequence.inputs is None for sequence in sequences)
+        )
+        return self.chunk * (self.chunks_by_layer if by_layers else 1)
+
+    def _prefill_by_layers(self, sequences: list[KVSequence], chunks: list[list[int]]) -> Tensor:
+        """Compute more than `chunk` tokens, all through a layer before the next one; return no hidden states."""
+        before, counts = [sequence.length for sequence in sequences], [len(each) for each in chunks]
+        try:
+            with device_memory():
+                # the last part may have no room: nothing is computed then
+                self.cache.batch(sequences).reserve(counts)
+                parts = []
+                for number, pieces in enumerate(split_parts(counts, self.chunk)):
+                    ids = [chunks[which][span.start : span.stop] for which, span in pieces]
+                    batch = self._prefill_batch([sequences[which] for which, _ in pieces], ids, Logits.NONE, number)
+                    batch.extend([len(each) for each in ids])
+                    parts.append((to_device([token for each in ids for token in each], self.device), batch))
+                self.graphs.prefill_by_layers(parts)
+                self.graphs.check_step()
+                if self.device.type == "cuda":
+                    # the next step waits anyway, since it reads the tables of the experts
+                    torch.cuda.synchronize(self.device)
+                return torch.empty(0, device=self.device)
+        except BaseException:
+            for sequence, length in zip(sequences, before, strict=True):
+                sequence.truncate(min(length, sequence.length))
+            raise
 
     def supports_last_logits(self, count: int) -> bool:
         """Return whether `prefill_last_logits` serves this many prompts: GPU kernels exist for the decode batch sizes."""
@@ -330,23 +379,39 @@ class Engine:
             padding_sequences = padded_batch_size(len(sequences)) - len(sequences)
         return self.cache.batch(sequences, padding_sequences=padding_sequences)
 
-    def _prefill_batch(self, sequence: KVSequence, ids: list[int], logits: Logits = Logits.ALL) -> Batch:
-        """Return a batch for a prompt; with prefill graphs its length is rounded up to a bucket, so that graphs are reused."""
-        if not self.graphs.supports_prefill:
-            return self.cache.batch([sequence], logits=logits)
-        rest = len(ids) % self.chunk
-        longest = sequence.length + len(ids) - rest + (self._prefill_size(rest) if rest else 0)
-        return self.cache.batch([sequence], _bucket(longest, LENGTH_BUCKETS), logits=logits)
+    def _prefill_batch(
+        self, sequences: list[KVSequence], chunks: list[list[int]], logits: Logits = Logits.ALL, part: int = 0
+    ) -> Batch:
+        """Return a batch for prompts; with prefill graphs one prompt's length is rounded up to a bucket, which reuses them."""
+        if len(sequences) > 1 or not self.graphs.supports_prefill:
+            return self.cache.batch(sequences, logits=logits, part=part)
+        rest = len(chunks[0]) % self.chunk
+        longest = sequences[0].length + len(chunks[0]) - rest + (self._prefill_size(rest) if rest else 0)
+        return self.cache.batch(sequences, _bucket(longest, LENGTH_BUCKETS), logits=logits, part=part)
 
     def logits(self, sequence: KVSequence, ids: list[int]) -> Iterator[Tensor]:
         """Yield the logits after every token, [T, V] per chunk, computed through the KV cache as in generation."""
-        batch = self._prefill_batch(sequence, ids)
+        batch = self._prefill_batch([sequence], [ids])
         for start in range(0, len(ids), self.chunk):
             yield self.compute_logits(self.step(batch, [ids[start : start + self.chunk]]))
 
     def all_logits(self, sequence: KVSequence, ids: list[int]) -> Tensor:
         """Return the logits after every token, [T, V]."""
         return torch.cat(list(self.logits(sequence, ids)))
+
+
+def split_parts(counts: list[int], chunk: int) -> list[list[tuple[int, range]]]:
+    """Divide the new tokens of sequences into the fewest parts of at most `chunk` tokens, evenly.
+
+    A part has the number of each of its sequences, and which of its new tokens.
+    """
+    total, starts = sum(counts), [0, *accumulate(counts)]
+    size = -(-total // -(-total // chunk))
+    made = []
+    for first in range(0, total, size):
+        spans = (range(max(first - at, 0), min(first + size - at, count)) for at, count in zip(starts, counts, strict=False))
+        made.append([(number, span) for number, span in enumerate(spans) if span])
+    return made
 
 
 def _bucket(length: int, buckets: tuple[int, ...]) -> int:

@@ -77,7 +77,7 @@ class GraphRunner:
     warming_up       whether the last step was slower than its successors will be: it compiled kernels or captured a graph
     max_tokens       tokens of the longest step that is captured; None for any length. Longer ones stream their experts
     adapters         of the model; None for none
-    before_step      called with the number of tokens before a step runs or is replayed
+    before_step      called with a step's number of tokens, and of the parts that each layer runs, before it runs or is replayed
     after_step       called after every step, which it may fail; the next step waits for it
     """
 
@@ -88,7 +88,7 @@ class GraphRunner:
         self.warming_up = False
         self.max_tokens: int | None = None
         self.adapters: LoadedAdapters | None = None
-        self.before_step: Callable[[int], None] | None = None
+        self.before_step: Callable[[int, int], None] | None = None
         self.after_step: Callable[[], None] | None = None
         self._steps: dict[Key, Step] = {}
         self._verify_steps: dict[Key, Step] = {}
@@ -197,9 +197,14 @@ class GraphRunner:
         with self._adapters(batch):
             return self.runner.forward(ids, batch)
 
-    def _prepare(self, tokens: int) -> None:
+    def prefill_by_layers(self, parts: Sequence[tuple[Tensor, Batch]]) -> None:
+        """Run a step of several extended batches, all through a layer before the next one; it is never captured."""
+        self._prepare(sum(len(ids) for ids, _ in parts), len(parts))
+        self.runner.prefill_by_layers(parts)
+
+    def _prepare(self, tokens: int, parts: int = 1) -> None:
         if self.before_step is not None:
-            self.before_step(tokens)
+            self.before_step(tokens, parts)
 
     def decode_mixed(self, batch: MixedBatch, ids: list[int] | Tensor, chunk: Tensor) -> Tensor:
         """Run a mixed batch that has been extended and return the logits of its decode part, [B, V]."""

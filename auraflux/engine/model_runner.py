@@ -1,6 +1,6 @@
 """`ModelRunner`: the forward pass of a model with its KV cache, which the engine runs directly or through graphs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ class Model(Protocol):
     by_context: bool
 
     def forward(self, ids: Tensor, batch: Batch | MixedBatch, cache: Cache) -> Tensor: ...
+    def prefill_by_layers(self, parts: Sequence[tuple[Tensor, Batch]], cache: Cache) -> None: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
@@ -100,6 +101,11 @@ class ModelRunner:
         """Run the tokens of an extended batch and return the final hidden states of those that need logits, [N, H]."""
         with self.numerics():
             return self.model.forward(ids, batch, self.cache)
+
+    def prefill_by_layers(self, parts: Sequence[tuple[Tensor, Batch]]) -> None:
+        """Run the tokens of extended batches that need no logits, all through a layer before the next one."""
+        with self.numerics():
+            self.model.prefill_by_layers(parts, self.cache)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return the float32 logits of hidden states: [N, H] -> [N, V]."""

@@ -93,7 +93,7 @@ def _divide_pooled(
 ) -> GpuDivision:
     """Divide the memory of a GPU that holds some of the experts."""
     chunk, least = request.chunk, experts.min_nbytes
-    workspace = sizes.workspace(chunk) + request.other_models
+    workspace = sizes.streaming_workspace(chunk) + request.other_models
     free = request.total - sizes.weights - workspace
     if request.slots is not None and request.slots < least:
         raise SettingsError(

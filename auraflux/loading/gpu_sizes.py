@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from auraflux.models.config import experts_per_token
 from auraflux.ops.moe.pool import aligned
 from auraflux.weights.experts.packed_files import ExpertFiles
+from auraflux.weights.experts.pool.gpu_pool import STREAM_TOKENS
 from auraflux.weights.experts.pool.host_memory import ALIGNMENT as LAYER_ALIGNMENT
 from auraflux.weights.experts.row_table import ON_DISK_TABLE
 from auraflux.weights.formats.stored import Checkpoint
@@ -72,6 +73,10 @@ class GpuSizes:
         if self.experts is not None:
             per_token += int(self.experts.k * (2.2 * self.hidden + 2 * self.experts.inner))
         return chunk * per_token + GRAPHS_NBYTES
+
+    def streaming_workspace(self, chunk: int) -> int:
+        """Estimate the workspace where prefill steps stream experts for several chunks, all of which have a residual stream."""
+        return self.workspace(chunk) + 2 * self.hidden * max(0, STREAM_TOKENS - chunk)
 
 
 @dataclass

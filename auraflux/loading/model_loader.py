@@ -176,10 +176,7 @@ class ModelLoader:
                 device=self.device,
             )
             if pool is not None:
-                engine.graphs.max_tokens, engine.graphs.before_step = pool.max_captured_tokens, pool.before_step
-                engine.take_memory = pool.give_up
-                if pool.tier is not None:
-                    engine.graphs.after_step = pool.check
+                engine.use_pool(pool)
             if engine.batch_invariant:
                 engine.try_token()
             if adapters:

@@ -187,6 +187,17 @@ class Decoder(ABC, Generic[ConfigT]):
             x, delta = layer(x, delta, batch, cache.layers[number])
         return x, delta
 
+    def prefill_by_layers(self, parts: Sequence[tuple[Tensor, Batch]], cache: Cache) -> None:
+        """Append the tokens of all parts to the cache, ids [T] each; every part goes through a layer before the next layer."""
+        # layers after the last one with a cache append nothing
+        last = len(cache.layers) - 1
+        found = [self.run_layers(ids, batch, cache, 0) for ids, batch in parts]
+        for layer, store in zip(self.layers[:last], cache.layers, strict=False):
+            for at, (_, batch) in enumerate(parts):
+                found[at] = layer(*found[at], batch, store)
+        for residual, (_, batch) in zip(found, parts, strict=True):
+            self.layers[last].update_cache(*residual, batch, cache.layers[last])
+
     def embed_tokens(self, ids: Tensor) -> Tensor:
         """Start the residual stream: [T] -> [T, H]."""
         return embed(ids, self.table).to(self.dtype)

@@ -27,8 +27,11 @@ class PrefillRunner:
         self.speculation: Speculation | None = None
         self.budget = PrefillBudget(engine.chunk, engine.device.type, target_itl_s)
 
-    def next(self, running: list[Sequence], while_decoding: bool) -> list[list[PrefillChunk]]:
-        """Return the next chunks; those of one list share a step."""
+    def next(self, running: list[Sequence], while_decoding: bool, ahead: bool = False) -> list[list[PrefillChunk]]:
+        """Return the next chunks; those of one list share a step.
+
+        ahead  tokens are on their way to the host, which a step of several chunks would delay
+        """
         prefilling = [sequence for sequence in running if sequence.uncomputed > 0 and sequence.next_chunk]
         if not prefilling:
             return []
@@ -37,13 +40,21 @@ class PrefillRunner:
         decoding = len(running) - len(prefilling) if while_decoding else 0
         budget = self.budget.tokens(sum(sequence.uncomputed for sequence in prefilling), len(prefilling), decoding)
         one = self.speculation is None and bool(self.engine.mixed_chunk_sizes(decoding))
+        if decoding == 0 and not ahead:
+            budget = max(budget, self.budget.several_chunks(self._most_tokens(prefilling)))
         shares = self.budget.split([sequence.next_chunk for sequence in prefilling], budget, one)
         if self.budget.target is not None and decoding:
             self.budget.target.plan(sum(shares))
         chunks = [(sequence, sequence.whole_images(share)) for sequence, share in zip(prefilling, shares, strict=True) if share]
         total = sum(count for _, count in chunks)
-        separate = total > self.engine.chunk or self.engine.prefers_separate_steps(total)
+        separate = total > max(budget, self.engine.chunk) or self.engine.prefers_separate_steps(total)
         return [[each] for each in chunks] if separate else [chunks]
+
+    def _most_tokens(self, prefilling: list[Sequence]) -> int:
+        """Return the most tokens of a step while nothing decodes."""
+        if any(sequence.needs_hidden or sequence.images is not None for sequence in prefilling):
+            return self.engine.chunk
+        return self.engine.max_prefill_tokens([sequence.kv for sequence in prefilling])
 
     def _whole_prompts(self, prefilling: list[Sequence]) -> list[PrefillChunk]:
         """Return the first prompts that fit into a step, at least one."""

@@ -14,6 +14,8 @@ LEAST = {"cpu": 16, "cuda": 256}
 MOST = {"cpu": 128, "cuda": 2048}
 SPREAD = {"cpu": 16, "cuda": 8}  # steps over which pending prompts are spread while sequences decode
 CROWD = 16  # decoding sequences on a GPU: LEAST tokens for every so many of them, while fewer prompts wait
+# of a step of several chunks, if two take less: a request that arrives meanwhile waits for its end
+STEP_S = 2.0
 TOGETHER = 8  # prompts whose chunks share a step
 
 
@@ -29,6 +31,8 @@ class PrefillBudget:
         self.chunk, self.device = chunk, device
         self.target = None if target_itl_s is None else LatencyTarget(target_itl_s, min(LEAST[device], chunk), chunk)
         self._rate: float | None = None
+        # of steps of several chunks
+        self._step_rate: float | None = None
         self._steps = 0
 
     def tokens(self, uncomputed: int, prefilling: int, decoding: int) -> int:
@@ -56,6 +60,10 @@ class PrefillBudget:
         share = uncomputed // SPREAD[self.device] // unit * unit
         return min(max(least, min(share, most)), self.chunk)
 
+    def several_chunks(self, most: int) -> int:
+        """Return the tokens of a step of several chunks, at most `most`: such steps come only while nothing decodes."""
+        return most if self._step_rate is None else min(most, max(2 * self.chunk, int(self._step_rate * STEP_S)))
+
     def split(self, wanted: list[int], budget: int, one: bool = False) -> list[int]:
         """Split a budget between prompts that want so many tokens each, the longest waiting first.
 
@@ -80,9 +88,11 @@ class PrefillBudget:
 
     @contextmanager
     def measured(self, tokens: int) -> Iterator[None]:
-        """Measure the prefill rate of a CPU; GPU steps are asynchronous."""
+        """Measure the prefill rate of a CPU, and that of steps of several chunks; other GPU steps are asynchronous."""
         began = time.perf_counter()
         yield
-        if self.device == "cpu" and tokens >= LEAST["cpu"]:
-            rate = tokens / (time.perf_counter() - began)
+        rate = tokens / (time.perf_counter() - began)
+        if tokens > self.chunk:
+            self._step_rate = rate
+        elif self.device == "cpu" and tokens >= LEAST["cpu"]:
             self._rate = rate if self._rate is None else 0.7 * self._rate + 0.3 * rate

@@ -204,7 +204,7 @@ class Scheduler:
     def _prefill_ahead(self) -> None:
         """Prefill before the last tokens of ending sequences are known; an error comes up again in the next step."""
         with suppress(Exception):
-            for chunks in self._prefill.next(self._running, while_decoding=False):
+            for chunks in self._prefill.next(self._running, while_decoding=False, ahead=True):
                 self._compute(chunks)
                 self._prefilled_ahead = True
 

@@ -34,6 +34,9 @@ def needed(err: pytest.ExceptionInfo[SettingsError], pattern: str) -> int:
 
 def test_workspace_of_a_small_gpu():
     assert SIZES.workspace(4096) == 4096 * (int(8 * (2.2 * 2048 + 2 * 768)) + 32 * 2048) + 4 * 10**8
+    # the residual stream of 16,384 tokens
+    assert SIZES.streaming_workspace(4096) - SIZES.workspace(4096) == 12288 * 2048 * 2
+    assert SIZES.streaming_workspace(16384) == SIZES.workspace(16384)
 
 
 def test_everything_is_resident_where_it_fits():
@@ -52,7 +55,7 @@ def test_experts_get_what_the_cache_leaves(total: int):
     assert found.weights + found.workspace + found.cache + found.slots >= min(total, SIZES.total) - EACH
     assert found.slots >= EXPERTS.min_nbytes
     assert found.chunk == SMALL_GPU_CHUNK
-    assert found.workspace == SIZES.workspace(SMALL_GPU_CHUNK)
+    assert found.workspace == SIZES.streaming_workspace(SMALL_GPU_CHUNK)
 
 
 def test_larger_gpus_have_the_usual_chunk():

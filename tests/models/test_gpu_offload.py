@@ -25,11 +25,14 @@ ALL = LAYERS * 128
 SHAPE = "qwen3-30b-a3b"
 
 
-def made(slots: int, compute: str, sequences: int = 1, cache_nbytes: int | None = None) -> LanguageModel:
+def made(
+    slots: int, compute: str, sequences: int = 1, cache_nbytes: int | None = None, chunk: int | None = None
+) -> LanguageModel:
     gpu = GpuRequest(40 << 30, True, 1, slots=slots * EXPERT_NBYTES)
     experts = RandomExperts(SkewedRouting(), gpu, compute)
     options = {"context": 2048, "experts": experts, "sequences": sequences, "cache_nbytes": cache_nbytes}
-    with patch("auraflux.bench.random_weights.divide", pooled):
+    sizes = {} if chunk is None else {"chunk_for": lambda *_: chunk}
+    with patch.multiple("auraflux.bench.random_weights", divide=pooled, **sizes):
         return random_language(shape_of(SHAPE, LAYERS), CacheSettings("k8v4"), torch.device("cuda"), **options)
 
 
@@ -90,6 +93,36 @@ def test_sequences_that_start_and_end():
     prompts = [torch.randint(0, 150_000, (length,)).tolist() for length in (700, 90, 1300, 20)]
     expected = texts(made(ALL, "gpu", 4))
     assert texts(made(ALL // 3, "gpu", 4)) == expected
+
+
+def test_long_prompts_are_prefilled_by_layers():
+    """One chunk after another copies a layer's experts once per chunk, and gives the same logits."""
+    prompt = torch.randint(0, 150_000, (1536,)).tolist()
+    following = torch.randint(0, 150_000, (8,)).tolist()
+
+    def found(model: LanguageModel, step: int) -> tuple[Tensor, int]:
+        engine, pool = model.engine, model.experts
+        assert isinstance(pool, GpuExpertPool)
+        sequence, before = engine.cache.open(), pool.cache_stats().total.misses
+        for start in range(0, len(prompt), step):
+            engine.prefill([sequence], [prompt[start : start + step]])
+        misses = pool.cache_stats().total.misses - before
+        batch = engine.decode_batch([sequence])
+        logits = torch.cat([engine.decode(batch, [token]).clone() for token in following])
+        sequence.close()
+        return logits, misses
+
+    resident = made(ALL, "gpu", chunk=512)
+    assert resident.engine.max_prefill_tokens([]) == 512
+    expected, _ = found(resident, 512)
+    del resident
+    model = made(ALL // 3, "gpu", chunk=512)
+    assert model.engine.max_prefill_tokens([]) == 16384
+    by_chunks, chunk_misses = found(model, 512)
+    by_layers, misses = found(model, 1536)
+    assert torch.equal(by_chunks, expected)
+    assert torch.equal(by_layers, expected)
+    assert 2 * misses < chunk_misses
 
 
 def test_the_kv_cache_grows_at_the_expense_of_experts():

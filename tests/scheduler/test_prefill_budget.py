@@ -1,5 +1,7 @@
 """How the tokens of a turn are shared out among the prompts that are read."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,3 +77,16 @@ def test_what_failed_says_nothing_of_the_pace():
     with pytest.raises(ZeroDivisionError), made.measured(128):
         1 / 0  # noqa: B018
     assert made.tokens(1_000_000, 1, 1) == PrefillBudget(512).tokens(1_000_000, 1, 1)
+
+
+def test_a_slow_machine_computes_fewer_chunks_in_a_step(monkeypatch: pytest.MonkeyPatch):
+    now = 0.0
+    monkeypatch.setattr(prefill_budget, "time", SimpleNamespace(perf_counter=lambda: now))
+    made = PrefillBudget(100, "cuda")
+    assert made.several_chunks(800) == 800
+    for tokens, took_s, expected in (800, 1.0, 800), (800, 4.0, 400), (400, 8.0, 200), (100, 9.0, 200), (200, 0.5, 800):
+        with made.measured(tokens):
+            now += took_s
+        # two chunks at least, or the machine would count as slow for ever
+        assert made.several_chunks(800) == expected
+    assert made.several_chunks(100) == 100

@@ -35,7 +35,7 @@ class StateGroup:
     on_write      observer of writes to states
     """
 
-    page_shard = UNSHARDED
+    page_shard, grows = UNSHARDED, False
 
     def __init__(self, slots: int, device: torch.device):
         self.slots, self.device, self.slot_nbytes = slots, device, 0

@@ -30,6 +30,7 @@ from auraflux.weights.experts.pool.pooled_experts import PooledExperts
 from auraflux.weights.experts.settings import format_nbytes
 from auraflux.weights.experts.stats import ExpertCacheStats, ExpertCacheStatsByLayer
 
+STREAM_TOKENS = 16384  # most prompt tokens of a step that copies each missing expert once
 STREAM_PAIRS = 4  # (token, expert) pairs per expert from which a step uses nearly all experts of a layer
 
 
@@ -210,12 +211,16 @@ class GpuExpertPool:
                 f"experts: of four missing ones {4 * share:.1f} are fetched, {threads} CPU threads compute the others."
             )
 
-    def before_step(self, tokens: int) -> None:
-        """Prepare a step of so many tokens: begin to copy experts of a long one, and wake the CPU threads for a short one."""
+    def before_step(self, tokens: int, parts: int = 1) -> None:
+        """Prepare a step: begin to copy experts of a long one, and wake the CPU threads for a short one.
+
+        tokens  of the step
+        parts   in which each layer runs them, before the next layer
+        """
         if self.tier is not None:
             self.tier.wake()
         if self.streams(tokens * self.plan.k):
-            self.stream.begin(tokens)
+            self.stream.begin(tokens, parts)
             return
         self.end_stream()
         if self._split is not None:
@@ -283,6 +288,13 @@ class GpuExpertPool:
         """Return whether a step of so many (token, expert) pairs uses most experts, or more than there are slots."""
         experts, slots = self.plan.experts, self.slots
         return not self.resident and (pairs >= STREAM_PAIRS * experts or min(pairs, experts) > slots)
+
+    def chunks_by_layer(self, chunk: int) -> int:
+        """Return how many prefill chunks go through a layer before the next one, which copies its experts once for all."""
+        most = STREAM_TOKENS // chunk
+        # every part of a step must be long enough to be streamed, and a layer's experts must have slots at once
+        streamed = self.streams((chunk // 2 - most) * self.plan.k) and len(self.pool.memory) >= self.plan.experts
+        return most if most > 1 and streamed else 1
 
     @property
     def slots(self) -> int:

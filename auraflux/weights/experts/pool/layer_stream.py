@@ -19,7 +19,7 @@ import torch
 from auraflux.ops import ExpertPool, Experts
 from auraflux.ops.moe.pool import CLOCK, NEVER_USED
 
-RING_SHARE = 1.5  # slots of the ring at most, as a multiple of a layer's experts
+RING_SHARE = 2  # slots of the ring at most, as a multiple of a layer's experts
 # slots of the ring beyond the missing experts of a layer: those of the next are copied into them while the layer computes
 SPARE_SLOTS, TOKENS_PER_SPARE_SLOT = 12, 128
 
@@ -43,7 +43,7 @@ class LayerStream:
     def __init__(self, pool: ExpertPool):
         self.pool, (layers, self._count) = pool, pool.slots.shape
         device, slots = pool.memory.device, len(pool.memory)
-        self.ring = min(slots, max(1, int(RING_SHARE * self._count)))
+        self.ring = min(slots, RING_SHARE * self._count)
         self.hits = self.misses = 0
         self._stream = torch.cuda.Stream(device)
         self._slots = torch.empty(layers, self._count, dtype=torch.int32, pin_memory=True)
@@ -59,6 +59,8 @@ class LayerStream:
         self._free: deque[tuple[int, torch.cuda.Event]] = deque()
         self._ring_owners: dict[int, int] = {}
         self._layer: int | None = None
+        # parts of a step that each layer runs, and those that the present layer has yet to run
+        self._parts, self._parts_left = 1, 0
         self._clock = 0.0
         self._begun = torch.cuda.Event()
 
@@ -69,10 +71,13 @@ class LayerStream:
 
     def run(self, layer: int, tokens: int, work: Callable[[Experts], None]) -> None:
         """Run a layer's experts: call `work` with all of them, or, unless `single_pass`, with some after the other."""
-        if self._layer is None or layer <= self._layer:
+        if self._layer is None or layer < self._layer or (layer == self._layer and not self._parts_left):
             self.begin(tokens)
-        self._layer, mine = layer, self._layers[layer]
-        self.hits += mine.cached
+        mine = self._layers[layer]
+        if layer != self._layer:
+            self._layer, self._parts_left = layer, self._parts
+            self.hits += mine.cached
+        self._parts_left -= 1
         following = layer + 1 if layer + 2 < len(self._layers) else None
         while True:
             self._issue(layer)
@@ -81,6 +86,9 @@ class LayerStream:
                 # into slots that are free already: these copies overlap with this layer's kernels
                 self._issue(following)
             done = self._compute(layer, mine, work)
+            if self._parts_left:
+                # the other parts use the same experts
+                return
             self._free.extend((slot, done) for slot in mine.slots)
             if complete:
                 break
@@ -101,8 +109,11 @@ class LayerStream:
         done.record(stream)
         return done
 
-    def begin(self, tokens: int) -> None:
-        """Start a step: borrow the least used slots for the ring, and copy the first layer's missing experts."""
+    def begin(self, tokens: int, parts: int = 1) -> None:
+        """Start a step: borrow the least used slots for the ring, and copy the first layer's missing experts.
+
+        parts  how often each layer runs, with other tokens, before the next one; more than one only if `single_pass`
+        """
         self.finish()
         pool, count = self.pool, self._count
         for host, table in ((self._slots, pool.slots), (self._owners, pool.owners), (self._uses, pool.uses)):
@@ -122,7 +133,7 @@ class LayerStream:
         absent = [np.flatnonzero(row < 0).tolist() for row in self._slots.numpy()]
         self._layers = [_Layer(count - len(each), deque(each)) for each in absent]
         self._ring_owners = {}
-        self._layer = -1
+        self._layer, self._parts, self._parts_left = -1, parts, 0
         self._issue(0)
 
     def finish(self) -> None:

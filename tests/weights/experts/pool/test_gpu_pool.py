@@ -206,6 +206,29 @@ def test_a_prompt_leaves_the_pool_consistent():
         assert torch.equal(pool.memory[slot, :nbytes].cpu(), pool.host[first : first + nbytes])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [16, 26, 44])
+def test_parts_of_a_step_share_the_copies_of_a_layer(slots: int):
+    torch.manual_seed(9)
+    layers = [make_layer(512, 256) for _ in range(4)]
+    store, pooled = pool_of(layers, slots, "cuda")
+    resident = [moved(layer, "cuda") for layer in layers]
+    assert store.chunks_by_layer(4096) == 4
+    for parts in (1, 3, 2, 4):
+        before = store.cache_stats().total
+        store.before_step(64 * parts, parts)
+        for mine, theirs in zip(pooled[:3], resident, strict=False):
+            for _ in range(parts):
+                given = inputs(64, 512, "cuda", torch.bfloat16)
+                assert torch.equal(mine.forward(given), theirs.forward(given))
+        used = store.cache_stats().total - before
+        assert used.hits + used.misses == 3 * COUNT
+        store.before_step(1)
+        for mine, theirs in zip(pooled, resident, strict=True):
+            given = inputs(1, 512, "cuda", torch.bfloat16)
+            assert torch.equal(mine.forward(given), theirs.forward(given))
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_slots_are_given_up_and_the_most_used_experts_stay(device: str):
     torch.manual_seed(7)
