@@ -19,6 +19,8 @@ DTYPES = {
     "int64": np.int64,
     "uint32": np.uint32,
     "float16": np.float16,
+    # numpy has none
+    "bfloat16": np.float32,
     "float32": np.float32,
     "int8": np.int8,
     "int1": np.bool_,
@@ -43,6 +45,9 @@ class Tensor:
 
     def reshape(self, *shape: int) -> "Tensor":
         return Tensor(self.data.reshape(shape))
+
+    def broadcast_to(self, shape: list[int]) -> "Tensor":
+        return Tensor(np.broadcast_to(self.data, shape))
 
     def permute(self, *order: int) -> "Tensor":
         return Tensor(self.data.transpose(order))
@@ -123,6 +128,7 @@ class Shared:
     def __init__(self, memory: np.ndarray, start: int, dtype: Any, shape: list[int]):
         self.memory, self.start, self.dtype, self.shape = memory, start, np.dtype(dtype), list(shape)
         self.cut: tuple[slice, ...] = ()
+        self.order: tuple[int, ...] = tuple(range(len(shape)))
 
     def _array(self) -> np.ndarray:
         nbytes = int(np.prod(self.shape)) * self.dtype.itemsize
@@ -135,7 +141,13 @@ class Shared:
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Shared":
         return Shared(self.memory, self.start, dtype, shape)
 
-    def slice(self, start: int, length: int, dim: int) -> "Shared":
+    def permute(self, order: tuple[int, ...]) -> "Shared":
+        """Return a view that loads permuted."""
+        made = Shared(self.memory, self.start, self.dtype, self.shape)
+        made.cut, made.order = self.cut, order
+        return made
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
         made = Shared(self.memory, self.start, self.dtype, self.shape)
         cuts = list(self.cut or [slice(None)] * len(self.shape))
         cuts[dim] = slice(start, start + length)
@@ -146,7 +158,7 @@ class Shared:
         self._array()[self.cut or ...] = value.data
 
     def load(self, layout: Any) -> Tensor:
-        return Tensor(self._array()[self.cut or ...].copy())
+        return Tensor(self._array()[self.cut or ...].transpose(self.order).copy())
 
     def _keep_alive(self) -> None:
         pass
@@ -175,6 +187,10 @@ class Program:
     def inline_asm_elementwise(self, text: str, constraints: str, args: list, dtype: Any, is_pure: bool, pack: int) -> Any:
         if "cp.async" in text:
             return copy(self, text, args)
+        if "atom.acq_rel.gpu.global.add" in text:  # by the first thread
+            at, before = Pointer(args[0].memory, args[0].offset.flat[0]), np.full(args[0].offset.shape, -1, np.int32)
+            before[0] = self.atomic_add(at, 1).data
+            return Tensor(before)
         if isinstance(dtype, tuple) and dtype[0] is np.float16:
             return [Tensor(pair) for pair in look_up(self, text, args, len(dtype))]
         if isinstance(dtype, tuple):
@@ -198,24 +214,28 @@ class Program:
     associative_scan = staticmethod(lambda x, axis, add: Tensor(np.cumsum(x.data, axis, dtype=x.data.dtype)))
     exp2 = staticmethod(lambda x: Tensor(np.exp2(x.data)))
     exp = staticmethod(lambda x: Tensor(np.exp(x.data)))
+    log = staticmethod(lambda x: Tensor(np.log(x.data)))
+    rsqrt = staticmethod(lambda x: Tensor(1 / np.sqrt(x.data)))
+    zeros_like = staticmethod(lambda x: Tensor(np.zeros_like(x.data)))
     fma = staticmethod(lambda a, b, c: Tensor(plain(a) * plain(b) + plain(c)))
     cdiv = staticmethod(lambda a, b: Tensor(-(-plain(a) // plain(b))))
     static_range = staticmethod(range)
     static_assert = staticmethod(lambda condition: None)
     thread_barrier = staticmethod(lambda: None)
+    num_warps = staticmethod(lambda: 4)
 
     @staticmethod
-    def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Tensor:
+    def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "", eviction_policy: str = "") -> Tensor:
         places, seen = pointer.places(mask)
         found = pointer.memory[places]
         return Tensor(np.where(seen, found, np.asarray(plain(other), found.dtype)))
 
     @staticmethod
-    def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    def store(pointer: Pointer, value: Any, mask: Any = None, eviction_policy: str = "") -> None:
         places, seen = pointer.places(mask)
         pointer.memory[places[seen]] = np.broadcast_to(plain(value), places.shape)[seen].astype(pointer.memory.dtype)
 
-    def atomic_add(self, pointer: Pointer, value: int, sem: str, scope: str) -> Tensor:
+    def atomic_add(self, pointer: Pointer, value: int, sem: str = "", scope: str = "") -> Tensor:
         before = self.load(pointer)
         self.store(pointer, before + value)
         return before
@@ -249,7 +269,7 @@ def emulate(gl: Program, text: str, args: list) -> np.ndarray:
     if "bfe" in text:
         first, count = map(int, re.search(r"\$1, (\d+), (\d+);", text).groups())  # type: ignore[union-attr]
         return np.asarray(x) >> first & ((1 << count) - 1)
-    if "redux" in text:  # of one number, which all lanes have
+    if "redux" in text or text == "mov.b32 $0,$1;":  # of one number, which all lanes have
         return np.asarray(x)
     raise NotImplementedError(text)
 
@@ -325,10 +345,26 @@ def mma_v2(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
     return Tensor(a.data.astype(np.float32) @ b.data.astype(np.float32) + acc.data)
 
 
-STILL = {"mma_v2": mma_v2, "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None}
+def copy_to_shared(to: Shared, source: Pointer, mask: Any = None) -> None:
+    places, seen = np.broadcast_arrays(source.offset, True if mask is None else plain(mask))
+    to.store(Program.load(Pointer(source.memory, places), Tensor(seen)))
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 0, maxnreg: int = 0, **constants: Any) -> None:
+async_copy = types.SimpleNamespace(
+    async_copy_global_to_shared=copy_to_shared, commit_group=lambda: None, wait_group=lambda pending: None
+)
+STILL = {"async_copy": async_copy, "mma_v2": mma_v2, "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None}
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    num_warps: int = 0,
+    maxnreg: int = 0,
+    stand_ins: Any = None,
+    **constants: Any,
+) -> None:
     """Run a kernel's programs one after the other; torch tensors are arguments, and are modified in place."""
     constants.pop("launch_pdl", None)
     MEMORIES.clear()
@@ -349,7 +385,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 0, m
     width, height, depth = (*grid, 1, 1)[:3]
     for z, y, x in product(range(depth), range(height), range(width)):
         with np.errstate(all="ignore"):
-            rebound(kernel, Program((x, y, z), (width, height, depth)), **STILL)(*numbers, **constants)
+            rebound(kernel, Program((x, y, z), (width, height, depth)), **STILL, **(stand_ins or {}))(*numbers, **constants)
     for given, used in widened:
         given.copy_(used)
 

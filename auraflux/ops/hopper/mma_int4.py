@@ -83,16 +83,32 @@ def _registers(tiles: int) -> Any:
     return gl.constexpr("=&f," * 4 * tiles + "l,l," + "r," * 8 * tiles + "f," * (2 * tiles - 1) + "f")
 
 
-def _pairs_ptx() -> Any:
-    """Return PTX for the codes of rows g and g + 8 as operands of four steps. Out: 16 pairs 128 + code. In: codes."""
+def _weights_ptx() -> Any:
+    """Return PTX for the weights of rows g and g + 8 as operands of four steps, in bf16 times 2**-33.
+
+    Out: 16 pairs. In: codes of both rows; their factors of even and of odd steps and their biases, see `scaled_line`. Integers
+    below 256, reinterpreted as bf16 bits, are themselves times 2**-133.
+    """
     text = "{.reg .b32 u0,u1,v0,v1; mov.b64 {u0,u1},$16; mov.b64 {v0,v1},$17;"
     for j in range(4):
         for i, r in enumerate(("u0", "v0", "u1", "v1")):
-            text += (f"shr.u32 {r},{r},4;" if j else "") + f"lop3.b32 ${4 * j + i},{r},0x000F000F,0x43004300,0xEA;"
+            text += (f"shr.u32 {r},{r},8;" if j == 2 else "") + f"and.b32 ${4 * j + i},{r},{hex(0xF000F << j % 2 * 4)};"
+            text += f"fma.rn.bf16x2 ${4 * j + i},${4 * j + i},${18 + 3 * (i % 2) + j % 2},${20 + 3 * (i % 2)};"
     return gl.constexpr(text + "}")
 
 
-PAIRS, PAIRS_REGS = _pairs_ptx(), gl.constexpr("=&r," * 16 + "l,l")
+@gluon.constexpr_function
+def _line_ptx(offset):
+    """Return PTX for a scale at $3 times 2**100 and 2**96, and the bias `offset` bytes on times 2**-33, each twice."""
+    text = "{.reg .b16 h; .reg .b32 w,c,z; mov.b32 z,0x80008000; "
+    for out, at, factor in ((0, "$3", 0x7180), (1, "", 0x6F80), (2, f"$3+{offset}", 0x2F00)):
+        text += f"ld.shared.b16 h,[{at}]; cvt.u32.u16 w,h; prmt.b32 w,w,w,0x1010;" if at else ""
+        text += f"mov.b32 c,{hex(factor * 0x10001)}; fma.rn.bf16x2 ${out},w,c,z;"
+    return text + "}"
+
+
+WEIGHTS_SCALE = gl.constexpr(2.0**33)  # undoes that of `weight_pairs`
+WEIGHTS, WEIGHTS_REGS = _weights_ptx(), gl.constexpr("=&r," * 16 + "l,l,r,r,r,r,r,r")
 GROUP8, GROUP16, REGS8, REGS16 = _group_ptx(1), _group_ptx(2), _registers(1), _registers(2)
 X_GLOBAL, X_SHARED, SUM_X = _x_ptx("ld.global"), _x_ptx("ld.shared"), _sum_ptx()
 NORMED_X, ADDED_X = _normed_x_ptx(False), _normed_x_ptx(True)
@@ -134,11 +150,19 @@ def _codes_ptx(offset):
 
 
 @gluon.jit
-def code_pairs(at, OFFSET: gl.constexpr):
-    """Load 16 codes of a row of one group, and of the row OFFSET bytes on, as pairs 128 + code: `a` of four steps."""
+def scaled_line(at, OFFSET: gl.constexpr):
+    """Load a row's scale of a group, and the bias OFFSET bytes on, as factors and addend of `weight_pairs`."""
+    text: gl.constexpr = _line_ptx(OFFSET)
+    return gl.inline_asm_elementwise(text, "=&r,=&r,=&r,r,~{memory}", [at], (gl.int32,) * 3, is_pure=False, pack=1)
+
+
+@gluon.jit
+def weight_pairs(at, OFFSET: gl.constexpr, first, second):
+    """Load 16 codes of a row of one group, and of the row OFFSET bytes on, as weights times 2**-33: `a` of four steps."""
     text: gl.constexpr = _codes_ptx(OFFSET)
-    first, second = gl.inline_asm_elementwise(text, "=l,=l,r,~{memory}", [at], (gl.int64,) * 2, is_pure=False, pack=1)
-    return gl.inline_asm_elementwise(PAIRS, PAIRS_REGS, [first, second], (gl.int32,) * 16, is_pure=True, pack=1)
+    codes = gl.inline_asm_elementwise(text, "=l,=l,r,~{memory}", [at], (gl.int64,) * 2, is_pure=False, pack=1)
+    args = [codes[0], codes[1], first[0], first[1], first[2], second[0], second[1], second[2]]
+    return gl.inline_asm_elementwise(WEIGHTS, WEIGHTS_REGS, args, (gl.int32,) * 16, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ from auraflux.quant import quantize
 pytest.importorskip("triton")
 from auraflux.ops.gpu.blocks.codes import Codes
 from auraflux.ops.linear.cuda.gemm.bits_skinny import matmul_codes
-from auraflux.ops.linear.cuda.gemm.int4_tiles import TOKENS, Inputs, matmul_tiles
+from auraflux.ops.linear.cuda.gemm.int4_tiles import TILES, Inputs, Tile, matmul_tiles
 from auraflux.ops.linear.cuda.gemm.int4_tiles import multiply as multiply_tiles
 from auraflux.ops.linear.cuda.matvec.bits import matvec_codes
 from auraflux.ops.linear.cuda.matvec.int8 import matvec_bytes
@@ -140,26 +140,31 @@ def test_some_tokens(bits: int, group: int, width: int, parts: int, blocks: int,
 
 
 @pytest.mark.parametrize(
-    ("wide", "tokens", "rows", "width", "stages"), [(32, 21, 136, 384, 3), (64, 64, 128, 256, 2), (64, 70, 72, 256, 2)]
+    ("wide", "high", "tokens", "rows", "width", "stages"),
+    [
+        (16, 32, 21, 40, 1024, 3),
+        (16, 64, 21, 136, 512, 2),
+        (32, 64, 21, 72, 512, 3),
+        (64, 64, 70, 72, 256, 2),
+        (64, 128, 70, 72, 256, 2),
+    ],
 )
-def test_many_tokens(wide: int, tokens: int, rows: int, width: int, stages: int):
+def test_many_tokens(wide: int, high: int, tokens: int, rows: int, width: int, stages: int):
     """Rows and tokens that do not fill their tiles; without wgmma."""
-    assert wide in TOKENS
+    assert Tile(wide, high) in TILES
     torch.manual_seed(0)
     weight, x, bias, device = weight_of(rows, width, 4, 64), torch.randn(tokens, width).bfloat16(), torch.randn(rows), Device()
-    scales, biases = (part.view(torch.int32) for part in (weight.scales, weight.biases))
-    sums = x.float().unflatten(1, (-1, 64)).sum(-1).T.contiguous()
-    inputs = Inputs(*(device.put(part) for part in (x, sums, weight.packed.view(torch.int8), scales, biases)))
-    out = device.put(nothing(tokens, rows))
-    args = inputs, device.put(bias), out, None, tokens, rows, width, wide, wide // 4, stages
-    for program in range(-(-rows // 128)):
-        for tile in range(-(-tokens // wide)):
-            Machine(device, wide // 4, program, tile, 0).program(matmul_tiles)(*args)
+    inputs = Inputs(*(device.put(part) for part in (x, weight.packed.view(torch.int8), weight.scales, weight.biases)))
+    out, tile = device.put(nothing(tokens, rows)), Tile(wide, high)
+    args = inputs, device.put(bias), out, None, tokens, rows, width, tile, stages
+    for program in range(-(-rows // high)):
+        for some in range(-(-tokens // wide)):
+            Machine(device, tile.warps, program, some, 0).program(matmul_tiles)(*args)
     assert relative_rms(device.get(out, nothing(tokens, rows)).float(), product(x, weight) + bias) < TOL
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [17, 64, 70])
+@pytest.mark.parametrize("tokens", [5, 17, 64, 70])
 @pytest.mark.parametrize(("rows", "width"), [(136, 384), (1024, 8192), (8192, 4096)])
 def test_many_tokens_on_the_gpu(tokens: int, rows: int, width: int):
     """One share of K and several."""

@@ -241,6 +241,31 @@ def prefill_tiles(
     )  # fmt: skip
 
 
+class PrefillLaunch(NamedTuple):
+    """Grid of the kernels, and the arguments that follow the tensors."""
+
+    grid: tuple[int, int]
+    scores: Scores
+    far: Any
+    heads: int
+    shape: PrefillShape
+
+
+def prefill_launch(
+    q: Tensor, pages: KVPages, scale: float, window: int | None, softcap: float | None, recent: RecentKeys | None, rows: int,
+    stages: int,
+) -> PrefillLaunch:  # fmt: skip
+    """Plan programs of so many rows, with so many tiles in flight."""
+    (tokens, heads, width), (_, key_heads, page, _) = q.shape, pages.k.shape
+    sequences, group = len(pages.lengths), heads // key_heads
+    newest, far = recent or (0, 0)
+    scores = Scores(scale, softcap or 1.0, NO_WINDOW if window is None else window, newest)
+    shape = PrefillShape(
+        group, key_heads, width, page, power_of_two(sequences), stages, softcap is not None, recent is not None
+    )
+    return PrefillLaunch((key_heads, tokens * group // rows + sequences), scores, far, heads, shape)
+
+
 def attend_prefill(
     q: Tensor,
     pages: KVPages,
@@ -253,13 +278,15 @@ def attend_prefill(
     recent: RecentKeys | None,
 ) -> None:
     """Run `attention` into `out`."""
-    (tokens, heads, width), (_, key_heads, page, _) = q.shape, pages.k.shape
-    sequences, group = len(pages.lengths), heads // key_heads
-    grid = key_heads, tokens * group // ROWS + sequences
-    newest, far = recent or (0, 0)
-    launch(prefill_tiles, grid)(
-        q, tiles_of(pages.k, TILE), tiles_of(pages.v, TILE), pages.v, index_of(pages, starts), sinks, out,
-        Scores(scale, softcap or 1.0, NO_WINDOW if window is None else window, newest), far, heads,
-        PrefillShape(group, key_heads, width, page, power_of_two(sequences), stages_for(width), softcap is not None,
-                     recent is not None), num_warps=4,
-    )  # fmt: skip
+    plan = prefill_launch(q, pages, scale, window, softcap, recent, ROWS, stages_for(q.shape[2]))
+    launch(prefill_tiles, plan.grid)(
+        q,
+        tiles_of(pages.k, TILE),
+        tiles_of(pages.v, TILE),
+        pages.v,
+        index_of(pages, starts),
+        sinks,
+        out,
+        *plan[1:],
+        num_warps=4,
+    )

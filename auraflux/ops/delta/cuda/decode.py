@@ -6,8 +6,8 @@ are factors of the two results.
 A cluster of programs serves a key head and the value heads that share it. They all read the key head's last inputs, which are
 overwritten only when every program has loaded them. With few heads a value head's columns are split among several programs,
 which exchange one number each for the norm of the result: by `st.async` with transaction counts, before the state is written,
-as a cluster barrier would wait for that write. On GPUs without clusters a single program serves a key head and up to two value
-heads.
+as a cluster barrier would wait for that write. On GPUs without clusters a program serves a value head; of those that share a
+key head, the last to have read its inputs overwrites them.
 
 The state is read before `gdc_wait`, while the preceding kernel still runs, which may not be one that writes it: a step right
 after another of the same sequences is launched without PDL.
@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.fake_gpu import fake_capability
 from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
 from auraflux.ops.gpu.device import not_clusters
 from auraflux.ops.gpu.launch import launch
@@ -27,10 +28,12 @@ from auraflux.ops.hopper.ptx import CLUSTER_ARRIVE, CLUSTER_WAIT, run
 
 WIDTH = 128  # channels of keys and values
 MOST_PROGRAMS = 8  # of a cluster
-MOST_SHARED = 2  # value heads of a program on GPUs without clusters: their states are in registers
+ALONE_WARPS = 8  # of a program on GPUs without clusters
+MOST_KEY_HEADS = 1 << 16  # of all sequences, on GPUs without clusters
 
-# by device, the state that the last step wrote
+# by device, the state that the last step wrote, and how many programs have read the inputs of each key head: 0 between steps
 _latest: dict[torch.device, int] = {}
+_readers: dict[torch.device, Tensor] = {}
 
 
 class Split(NamedTuple):
@@ -60,6 +63,14 @@ class Weights(NamedTuple):
     a_log: Tensor
     dt_bias: Tensor
     norm: Tensor
+
+
+class Kept(NamedTuple):
+    """Tensors that a step updates: the convolution's last inputs, the state, and without clusters `readers_of`."""
+
+    conv: Tensor
+    state: Tensor
+    readers: Tensor | None
 
 
 class StepShape(NamedTuple):
@@ -147,34 +158,40 @@ def _shift_inputs(conv, channel, x, last, C: gl.constexpr, mine):
     gl.store(conv + 2 * C + channel, x, mask=mine)
 
 
+# count a program in; the first thread gets how many were before it
+COUNT_IN = gl.constexpr("{.reg .pred p; setp.eq.u32 p,$2,0; mov.b32 $0,-1; @p atom.acq_rel.gpu.global.add.u32 $0,[$1],1;}")
+
+
 @gluon.jit
-def layer_step(qkv, z, a, b, conv, state, weights, out, unit_eps, eps, scale, SHAPE: gl.constexpr):
-    """Run a key head of a sequence and its G value heads, each split among NS programs; or all in one program."""
+def layer_step(qkv, z, a, b, kept, weights, out, unit_eps, eps, scale, SHAPE: gl.constexpr):
+    """Run a key head of a sequence and its G value heads, each split among NS programs, in a cluster; or one value head."""
     KEYS: gl.constexpr = SHAPE.key_heads
     G: gl.constexpr = SHAPE.group
     NS: gl.constexpr = SHAPE.programs
     NC: gl.constexpr = SHAPE.cluster
     NW: gl.constexpr = gl.num_warps()
-    # columns of several value heads
-    MIXED: gl.constexpr = G * NS > NC
-    L: gl.constexpr = _tile(NC, NW, G * 128 // NC)
+    # value heads of a cluster; the programs of a key head where there is none
+    HEADS: gl.constexpr = G if NC > 1 else 1
+    APART: gl.constexpr = G // HEADS
+    L: gl.constexpr = _tile(NC, NW, HEADS * 128 // NC)
     LK: gl.constexpr = gl.SliceLayout(1, L)
     LV: gl.constexpr = gl.SliceLayout(0, L)
     C: gl.constexpr = (2 + G) * KEYS * 128
-    n, key_head = gl.program_id(0) // KEYS, gl.program_id(0) % KEYS
+    both, apart = gl.program_id(0) // APART, gl.program_id(0) % APART
+    n, key_head = both // KEYS, both % KEYS
     rank = n * 0
     if NC > 1:
         rank = gl.inline_asm_elementwise("mov.u32 $0,%cluster_ctarank; // $1", "=r,r", [n], gl.int32, is_pure=True, pack=1)
     if NS > 1:
         box = gl.inline_asm_elementwise(_open_ptx(NC), "=r,r,~{memory}", [rank], gl.int32, is_pure=False, pack=1)
-    first, head = (n * KEYS + key_head) * G, (n * KEYS + key_head) * G + rank // NS
-    row, column = gl.arange(0, 128, LK), gl.arange(0, G * 128, LV)
-    if MIXED:
-        head = first + column // 128
-    memory = state + first.to(gl.int64) * 16384 + ((column // 128 * 16384 + column % 128)[None, :] + row[:, None] * 128)
+    first = both * G + apart
+    head = first + rank // NS
+    row, column = gl.arange(0, 128, LK), gl.arange(0, HEADS * 128, LV)
+    memory = kept.state + first.to(gl.int64) * 16384 + ((column // 128 * 16384 + column % 128)[None, :] + row[:, None] * 128)
     cq = key_head * 128 + gl.arange(0, 128, _channels(NC, NW, 0))
-    ck, cv = cq + KEYS * 128, (2 * KEYS + key_head * G) * 128 + gl.arange(0, G * 128, _channels(NC, NW, 1))
-    conv += n.to(gl.int64) * 3 * C
+    cv = (2 * KEYS + key_head * G + apart) * 128 + gl.arange(0, HEADS * 128, _channels(NC, NW, 1))
+    ck = cq + KEYS * 128
+    conv = kept.conv + n.to(gl.int64) * 3 * C
     at = head % (KEYS * G)
     S = gl.load(memory, eviction_policy="evict_first")
     rate, shift = gl.exp(gl.load(weights.a_log + at).to(gl.float32)), gl.load(weights.dt_bias + at).to(gl.float32)
@@ -193,15 +210,19 @@ def layer_step(qkv, z, a, b, conv, state, weights, out, unit_eps, eps, scale, SH
     v = gl.convert_layout(_convolved(xv, last_v, taps_v), LV)
     if NC > 1 and NS == 1:
         run(CLUSTER_ARRIVE, n)
+    if APART > 1:
+        tid = gl.arange(0, 32 * NW, gl.BlockedLayout([1], [32], [NW], [0]))
+        gl.thread_barrier()
+        args = [kept.readers + (tid * 0 + both), tid]
+        before = gl.inline_asm_elementwise(COUNT_IN, "=r,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
     kq, unit_k, unit_q = gl.sum(k * q, 0), gl.rsqrt(gl.sum(k * k, 0) + unit_eps), gl.rsqrt(gl.sum(q * q, 0) + unit_eps) * scale
     g = gl.exp(-rate * gl.where(forget > 20.0, forget, gl.log(1.0 + gl.exp(forget))))
     at_k, at_q = gl.sum(S * k[:, None], 0), gl.sum(S * q[:, None], 0)
     d = (v - at_k * (g * unit_k)) / (1.0 + gl.exp(-strength))
     o = at_q * (g * unit_q) + d * (kq * unit_k * unit_q)
     if NS == 1:
-        rest = S * g[None, :] if MIXED else S * g
-        gl.store(memory, rest + (d * unit_k)[None, :] * k[:, None], eviction_policy="evict_first")
-    o2 = gl.reshape(o, [G * NS, 128 // NS])  # a row for each program of a value head
+        gl.store(memory, S * g + (d * unit_k)[None, :] * k[:, None], eviction_policy="evict_first")
+    o2 = gl.reshape(o, [HEADS * NS, 128 // NS])  # a row for each program of a value head
     total = gl.sum(o2 * o2, 1)
     if NS > 1:
         args = [box + gl.zeros_like(total).to(gl.int32), total]
@@ -209,18 +230,31 @@ def layer_step(qkv, z, a, b, conv, state, weights, out, unit_eps, eps, scale, SH
         gl.store(memory, S * g + (d * unit_k)[None, :] * k[:, None], eviction_policy="evict_first")
         total = gl.inline_asm_elementwise(_take_ptx(NS), "=f,r,~{memory}", [box], gl.float32, is_pure=False, pack=1)
     o2 = o2 * gl.rsqrt(total * (1.0 / 128) + eps)[:, None]
-    o = gl.convert_layout(gl.reshape(o2, [G * 128]), LV, assert_trivial=True) * w * (gate / (1.0 + gl.exp(-gate)))
+    o = gl.convert_layout(gl.reshape(o2, [HEADS * 128]), LV, assert_trivial=True) * w * (gate / (1.0 + gl.exp(-gate)))
     gl.store(out + first.to(gl.int64) * 128 + column, o.to(out.dtype.element_ty))
     if NC > 1 and NS == 1:
         run(CLUSTER_WAIT, n)
-    _shift_inputs(conv, cq, xq, last_q, C, rank == 0)
-    _shift_inputs(conv, ck, xk, last_k, C, rank == 0)
+    mine = rank == 0
+    if APART > 1:
+        mine = gl.max(before, 0) == APART - 1
+        gl.store(kept.readers + both, 0, mask=mine)
+    _shift_inputs(conv, cq, xq, last_q, C, mine)
+    _shift_inputs(conv, ck, xk, last_k, C, mine)
     _shift_inputs(conv, cv, xv, last_v, C, cv >= 0)
 
 
 def key_heads_of(qkv: Tensor, state: Tensor) -> int:
     _, heads, key_width, value_width = state.shape
     return (qkv.shape[1] - heads * value_width) // (2 * key_width)
+
+
+def readers_of(device: torch.device) -> Tensor:
+    """Return a device's counters, all zero between steps."""
+    if fake_capability():
+        return torch.zeros(MOST_KEY_HEADS, dtype=torch.int32, device=device)
+    if device not in _readers:
+        _readers[device] = torch.zeros(MOST_KEY_HEADS, dtype=torch.int32, device=device)
+    return _readers[device]
 
 
 def run_layer_step(
@@ -232,11 +266,12 @@ def run_layer_step(
     shared = heads // key_heads
     _, programs, warps = split_for(batch * heads, shared)
     cluster = shared * programs
+    apart, kept = 1, Kept(conv, state, None)
     if not_clusters(state.device):
-        programs, cluster, warps = 1, 1, 8 * shared
+        programs, cluster, warps, apart, kept = 1, 1, ALONE_WARPS, shared, Kept(conv, state, readers_of(state.device))
     early = _latest.get(state.device) != state.data_ptr()
     _latest[state.device] = state.data_ptr()
-    launch(layer_step, (batch * key_heads,))(
-        qkv, z, a, b, conv, state, Weights(taps, a_log, dt_bias, norm), out, unit_eps, eps, WIDTH**-0.5,
+    launch(layer_step, (batch * key_heads * apart,))(
+        qkv, z, a, b, kept, Weights(taps, a_log, dt_bias, norm), out, unit_eps, eps, WIDTH**-0.5,
         StepShape(key_heads, shared, programs, cluster), num_warps=warps, num_ctas=cluster, launch_pdl=early,
     )  # fmt: skip

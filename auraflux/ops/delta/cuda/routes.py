@@ -12,7 +12,7 @@ from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.delta.cuda import chunks, conv, decode, prefill, selective, serial
 from auraflux.ops.delta.cuda.mma import prefill as prefill_mma
 from auraflux.ops.delta.reference import LAYER_STEPS, layer_step_by
-from auraflux.ops.gpu.device import not_clusters, not_gluon, not_wgmma
+from auraflux.ops.gpu.device import not_gluon, not_wgmma
 from auraflux.ops.routes import Route, Routes
 
 WIDEST_KEY = 256
@@ -124,8 +124,9 @@ def _refuses_decode(call: LayerStepCall) -> str | None:
         return f"{shared} value heads on a key head; it is for 1, 2, 4 or 8"
     if (call.z.data_ptr() | call.state.data_ptr()) % 16:
         return UNALIGNED
-    lacking = not_clusters(call.qkv.device) if shared > decode.MOST_SHARED else not_gluon(call.qkv.device)
-    return f"{shared} value heads on a key head; it {lacking} for more than {decode.MOST_SHARED}" if lacking else None
+    if call.qkv.shape[0] * call.state.shape[1] // shared > decode.MOST_KEY_HEADS:
+        return f"{call.qkv.shape[0]} sequences have more key heads than {decode.MOST_KEY_HEADS}"
+    return not_gluon(call.qkv.device)
 
 
 def _refuses_one_by_one(call: PrefillCall) -> str | None:

@@ -144,7 +144,13 @@ def _tiles_128(call: Call, weight: QTensor) -> str | None:
         return "dequantizing a small weight is as fast"
     if gemm_int4_tiles.plan_for(call.tokens, weight, call.x.device):
         return None
-    return f"{tuple(weight.shape)} is no multiple of 8 x {gemm_int4_tiles.INPUTS.value}"
+    return f"{tuple(weight.shape)} is no multiple of 8 x {gemm_int4_tiles.LEAST_INPUTS}"
+
+
+def _tiles_are_faster(call: Call) -> bool:
+    """Return whether a GPU without wgmma multiplies in tiles rather than with a ring of tokens for each warp."""
+    many = call.tokens > gemm_int4_skinny.TILE_TOKENS and bool(not_wgmma(call.x.device))
+    return many and _tiles_128(call, call.quantized[0]) is None
 
 
 def _affine_bf16(call: Call, weight: QTensor) -> str | None:
@@ -329,6 +335,7 @@ GEMM_INT4_SKINNY = all_of(
     require(lambda call: len(call.quantized) == 1, "the kernel takes one quantized weight"),
     _tokens(2, gemm_int4_skinny.MOST_TOKENS),
     each_weight(_int4, _skinny_tile),
+    require(lambda call: not _tiles_are_faster(call), lambda call: f"{call.tokens} tokens: tiles are faster without wgmma"),
 )
 GEMM_INT4_TILES = all_of(
     PRODUCTS_ONLY,

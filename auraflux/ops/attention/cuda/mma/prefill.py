@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from auraflux.ops.attention.cuda.prefill import PrefillShape, Scores
+from auraflux.ops.attention.cuda.prefill import prefill_launch
 from auraflux.ops.attention.cuda.prefill_tiles import (
     F32,
     mix_by_rows,
@@ -22,11 +22,10 @@ from auraflux.ops.attention.cuda.prefill_tiles import (
     visible_rows,
 )
 from auraflux.ops.attention.pages import KVPages
-from auraflux.ops.gpu.blocks.flash import NO_WINDOW, RecentKeys
+from auraflux.ops.gpu.blocks.flash import RecentKeys
 from auraflux.ops.gpu.blocks.pages import index_of
 from auraflux.ops.gpu.blocks.softmax import LOG2E
 from auraflux.ops.gpu.launch import launch
-from auraflux.ops.gpu.sizes import power_of_two
 
 ROWS, STAGES = 64, 2
 WIDEST = 128  # channels of a head, for which sums, scores and queries fit registers
@@ -187,13 +186,5 @@ def attend_prefill(
     recent: RecentKeys | None,
 ) -> None:
     """Run `attention` into `out`."""
-    (tokens, heads, width), (_, key_heads, page, _) = q.shape, pages.k.shape
-    sequences, group = len(pages.lengths), heads // key_heads
-    newest, far = recent or (0, 0)
-    shape = PrefillShape(
-        group, key_heads, width, page, power_of_two(sequences), STAGES, softcap is not None, recent is not None
-    )
-    launch(prefill_mma, (key_heads, tokens * group // ROWS + sequences))(
-        q, (pages.k, pages.v), index_of(pages, starts), sinks, out,
-        Scores(scale, softcap or 1.0, NO_WINDOW if window is None else window, newest), far, heads, shape, num_warps=4,
-    )  # fmt: skip
+    plan = prefill_launch(q, pages, scale, window, softcap, recent, ROWS, STAGES)
+    launch(prefill_mma, plan.grid)(q, (pages.k, pages.v), index_of(pages, starts), sinks, out, *plan[1:], num_warps=4)

@@ -1,8 +1,9 @@
 """Chunked delta rule over a prompt by cp.async and mma.sync, for heads of 128 channels in bf16; the algebra of `prefill`.
 
-`chunk_mma` leaves X and P of every chunk. `scan_mma` walks a sequence's chunks with half of a value head's state, transposed,
-in the accumulators of four warps. A warp has 16 rows of it, and an accumulator has the layout of a register operand: state, R,
-X R and the new state never go through shared memory. Two stages of tiles are in flight; queries, used up early, have one.
+`chunk_mma` leaves X and P of every chunk. `scan_mma` walks a sequence's chunks with a quarter of a value head's state, in the
+accumulators of four warps. Keys, queries, X and P are left operands, of which a warp reads 16 rows; the state, what it lacks
+of the values and the values it learns are right operands, which go through shared memory. Two stages of tiles are in flight;
+queries and P have one, refilled as soon as they are used.
 """
 
 import torch
@@ -25,7 +26,9 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, ACC.value, 2))
 ROW, COL = gl.constexpr(gl.SliceLayout(1, ACC.value)), gl.constexpr(gl.SliceLayout(0, ACC.value))
 WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # rows of 128 elements, 16 bytes a thread
+NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))  # rows of 32 elements
 TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+SLIM = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))  # of 32 elements
 LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -115,19 +118,18 @@ def chunk_mma(tokens_in, made, starts, sequences, begin, tokens, SHAPE: gl.const
 
 
 @gluon.jit
-def _fetch(tokens, made, tiles, head, half, first, end, slot, stage, SHAPE: gl.constexpr):
-    """Begin copying a chunk's keys, values, X, P and decays."""
+def _fetch(tokens, made, tiles, head, part, first, end, slot, stage, SHAPE: gl.constexpr):
+    """Begin copying a chunk's keys, values, X and decays."""
     HEADS: gl.constexpr = SHAPE.heads
     KEYS: gl.constexpr = HEADS // SHAPE.group * 128
     _, k, v = tokens
-    xs, ps, gates = made
-    _, K, V, X, P, G = tiles
+    xs, _, gates = made
+    K, V, X, G = tiles
     if first < end:
         at = first.to(gl.int64)
         _copy_tile(K.index(stage), k + at * KEYS + head // SHAPE.group * 128, KEYS, end - first, WIDE)
-        _copy_tile(V.index(stage), v + at * (HEADS * 128) + head * 128 + half * 64, HEADS * 128, end - first, ROWS)
+        _copy_tile(V.index(stage), v + at * (HEADS * 128) + head * 128 + part * 32, HEADS * 128, end - first, NARROW)
         _copy_tile(X.index(stage), xs + slot * 4096, 64, 64, ROWS)
-        _copy_tile(P.index(stage), ps + slot * 4096, 64, 64, ROWS)
         line = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
         async_copy.async_copy_global_to_shared(G.index(stage), gates + slot * 128 + line)
     async_copy.commit_group()
@@ -142,17 +144,24 @@ def _fetch_queries(q, Q, head, first, end, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _state_at(state, head, half):
-    """Return addresses of half of a head's state [K, V], transposed."""
-    row, column = gl.arange(0, 64, ROW), gl.arange(0, 128, COL)
-    return state + head.to(gl.int64) * 16384 + (half * 64 + row[:, None] + column[None, :] * 128)
+def _fetch_products(ps, P, slot, there):
+    if there:
+        _copy_tile(P, ps + slot * 4096, 64, 64, ROWS)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _state_at(state, head, part):
+    """Return addresses of a quarter of the columns of a head's state [K, V]."""
+    row, column = gl.arange(0, 128, ROW), gl.arange(0, 32, COL)
+    return state + head.to(gl.int64) * 16384 + (row[:, None] * 128 + (part * 32 + column)[None, :])
 
 
 @gluon.jit(do_not_specialize_on_alignment=["begin", "tokens"])
 def scan_mma(tokens_in, made, out, state, starts, begin, tokens, SHAPE: gl.constexpr):
-    """Walk a sequence's chunks; grid (2, heads, sequences)."""
+    """Walk a sequence's chunks; grid (4, heads, sequences)."""
     HEADS: gl.constexpr = SHAPE.heads
-    half, head, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    part, head, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     if SHAPE.single:
         start, end = b * 0 + begin, tokens
     else:
@@ -160,48 +169,58 @@ def scan_mma(tokens_in, made, out, state, starts, begin, tokens, SHAPE: gl.const
     if start >= end:
         return
     slot = ((start // C + b) * HEADS + head).to(gl.int64)
-    Q = gl.allocate_shared_memory(BF, [64, 128], TILE)
+    Q, P = gl.allocate_shared_memory(BF, [64, 128], TILE), gl.allocate_shared_memory(BF, [64, 64], TILE)
     K = gl.allocate_shared_memory(BF, [2, 64, 128], TILE)
-    V = gl.allocate_shared_memory(BF, [2, 64, 64], TILE)
+    V = gl.allocate_shared_memory(BF, [2, 64, 32], SLIM)
     X = gl.allocate_shared_memory(BF, [2, 64, 64], TILE)
-    P = gl.allocate_shared_memory(BF, [2, 64, 64], TILE)
     G = gl.allocate_shared_memory(F32, [2, 128], LINES)
-    tiles = Q, K, V, X, P, G
-    _fetch(tokens_in, made, tiles, head, half, start, end, slot, 0, SHAPE)
+    # operands that all warps read: the state, what it lacks of the values, the values it learns
+    S = gl.allocate_shared_memory(BF, [128, 32], SLIM)
+    R, N = gl.allocate_shared_memory(BF, [64, 32], SLIM), gl.allocate_shared_memory(BF, [64, 32], SLIM)
+    tiles = K, V, X, G
+    _fetch(tokens_in, made, tiles, head, part, start, end, slot, 0, SHAPE)
     _fetch_queries(tokens_in[0], Q, head, start, end, SHAPE)
-    s = gl.load(_state_at(state, b * HEADS + head, half))
+    _fetch_products(made[1], P, slot, start < end)
+    s = gl.load(_state_at(state, b * HEADS + head, part))
     stage = 0
     for first in range(start, end, C):
-        async_copy.wait_group(0)
+        S.store(s.to(BF))
+        # all but P
+        async_copy.wait_group(1)
         gl.thread_barrier()
         slot += HEADS
-        _fetch(tokens_in, made, tiles, head, half, first + C, end, slot, 1 - stage, SHAPE)
-        zero = gl.full([64, 64], 0.0, F32, ACC)
-        s16 = gl.convert_layout(s.to(BF), LEFT)
-        read = mma_v2(s16, K.index(stage).permute((1, 0)).load(RIGHT), zero)
-        o = mma_v2(s16, Q.permute((1, 0)).load(RIGHT), zero)
+        _fetch(tokens_in, made, tiles, head, part, first + C, end, slot, 1 - stage, SHAPE)
+        read, o = gl.full([64, 32], 0.0, F32, ACC), gl.full([64, 32], 0.0, F32, ACC)
+        # products by turns: the sums of one alone would wait for each other
+        for c in gl.static_range(0, 128, 32):
+            s16 = S.slice(c, 32).load(RIGHT)
+            read = mma_v2(K.index(stage).slice(c, 32, dim=1).load(LEFT), s16, read)
+            o = mma_v2(Q.slice(c, 32, dim=1).load(LEFT), s16, o)
+        since = G.index(stage).slice(64, 64).load(ROW)[:, None]
+        R.store((V.index(stage).load(ACC).to(F32) - read * since).to(BF))
+        async_copy.wait_group(1)
         gl.thread_barrier()
         _fetch_queries(tokens_in[0], Q, head, first + C, end, SHAPE)
-        since = G.index(stage).slice(64, 64).load(COL)[None, :]
-        values = gl.convert_layout(V.index(stage).permute((1, 0)).load(LEFT), ACC).to(F32)
-        residual = gl.convert_layout((values - read * since).to(BF), LEFT)
-        new = mma_v2(residual, X.index(stage).permute((1, 0)).load(RIGHT), zero)
-        o = mma_v2(residual, P.index(stage).permute((1, 0)).load(RIGHT), o * since)
-        new = gl.convert_layout((new * G.index(stage).slice(0, 64).load(COL)[None, :]).to(BF), LEFT)
+        new, o = gl.full([64, 32], 0.0, F32, ACC), o * since
+        for c in gl.static_range(0, 64, 32):
+            residual = R.slice(c, 32).load(RIGHT)
+            new = mma_v2(X.index(stage).slice(c, 32, dim=1).load(LEFT), residual, new)
+            o = mma_v2(P.slice(c, 32, dim=1).load(LEFT), residual, o)
+        N.store((new * G.index(stage).slice(0, 64).load(ROW)[:, None]).to(BF))
+        # results take the place of the values, which their warps have read
+        T = V.index(stage)
+        T.store(o.to(BF))
+        gl.thread_barrier()
+        _fetch_products(made[1], P, slot, first + C < end)
         # decay of the complete chunk
         s = s * G.index(stage).slice(127, 1).load(COL)[None, :]
-        s = mma_v2(new, K.index(stage).load(RIGHT), s)
-        # results take the place of the values, which all warps have read
-        T = V.index(stage)
-        gl.thread_barrier()
-        T.permute((1, 0)).store(o.to(BF))
-        gl.thread_barrier()
-        row, column = gl.arange(0, 64, gl.SliceLayout(1, ROWS)), gl.arange(0, 64, gl.SliceLayout(0, ROWS))
-        at = (first + row).to(gl.int64)[:, None] * (HEADS * 128) + (head * 128 + half * 64 + column)[None, :]
-        gl.store(out + at, T.load(ROWS), mask=(first + row < end)[:, None] & (column >= 0)[None, :])
+        s = mma_v2(K.index(stage).permute((1, 0)).load(LEFT), N.load(RIGHT), s)
+        row, column = gl.arange(0, 64, gl.SliceLayout(1, NARROW)), gl.arange(0, 32, gl.SliceLayout(0, NARROW))
+        at = (first + row).to(gl.int64)[:, None] * (HEADS * 128) + (head * 128 + part * 32 + column)[None, :]
+        gl.store(out + at, T.load(NARROW), mask=(first + row < end)[:, None] & (column >= 0)[None, :])
         stage = 1 - stage
     # an opaque copy: otherwise the compiler holds the addresses in registers from the load on
-    same = gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [half], gl.int32, is_pure=False, pack=1)
+    same = gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [part], gl.int32, is_pure=False, pack=1)
     gl.store(_state_at(state, b * HEADS + head, same), s)
 
 
@@ -223,5 +242,5 @@ def prefill_mma(
             (q, k, decay, beta), made, starts, batch, begin, end, shape, num_warps=4
         )
         with side:
-            launch(scan_mma, (2, heads, batch))((q, k, v), made, out, state, starts, begin, end, shape, num_warps=4)
+            launch(scan_mma, (4, heads, batch))((q, k, v), made, out, state, starts, begin, end, shape, num_warps=4)
     side.join()

@@ -21,6 +21,7 @@ from auraflux.ops.linear.cuda.matvec.int4 import operands
 from auraflux.quant import QTensor
 
 MOST_TOKENS = 16
+TILE_TOKENS = 8
 WARPS = 8
 
 
@@ -135,7 +136,7 @@ def choose_tile(x: Tensor, weight: QTensor) -> Tile | None:
     tokens, (rows, width), most = x.shape[0], weight.shape, shared_nbytes(x.device)
     if rows % 64 or width % 256:
         return None
-    tiles = 1 if tokens <= 8 else 2
+    tiles = 1 if tokens <= TILE_TOKENS else 2
     # 128 registers fit two programs on each multiprocessor
     if rows >= 8192 and tokens <= 8 and width <= 8192 and (tile := Tile(2, 1, registers=128)).nbytes(1, width) <= most:
         return tile
