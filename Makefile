@@ -51,8 +51,9 @@ fuzz: $(DEVELOPS)
 
 # which branches of the modules at the boundary they reach; needs the package coverage
 BOUNDARY := validation weights/fields weights/formats/* weights/formats/methods/* weights/experts/packed_files \
-	weights/convert/journal weights/download/checksums models/config quant/gguf_blocks cache/prefix/disk engine/calibration \
-	engine/sampling tokenizer/tokenizer tokenizer/gguf_vocabulary distributed/parallel eval/state serve/transport/body serve/failures
+	weights/convert/journal weights/download/checksums models/config quant/gguf_blocks quant/gguf_layouts \
+	cache/prefix/disk engine/calibration engine/sampling tokenizer/tokenizer tokenizer/gguf_vocabulary distributed/parallel eval/state \
+	serve/transport/body serve/failures
 comma := ,
 space := $() $()
 fuzz-coverage: $(DEVELOPS)

@@ -63,7 +63,9 @@ def _repeat() -> None:
 
     def wait() -> None:
         time.sleep(REPEAT_S)
-        _thread.interrupt_main()
+        # a signal also ends what the main thread waits for, unlike `_thread.interrupt_main`
+        if (main := threading.main_thread().ident) is not None:
+            signal.pthread_kill(main, signal.SIGINT)
 
     # the interrupted code may hold the locks of `threading`
     _thread.start_new_thread(wait, ())

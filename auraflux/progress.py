@@ -30,7 +30,7 @@ class Lines:
         self._last = now
         amount = f"{done} of {total}" if ":" in what else f"{_size(done)} of {_size(total)}"
         rate = (done - before) / (now - start) if now > start else 0.0
-        left = f", {_duration((total - done) / rate)} left" if rate > 0 and done >= total / 100 else ""
+        left = f", {_duration((total - done) / rate)} left" if done - before >= total / 100 and rate > 0 else ""
         self._write(f"{what}: {amount}{left}" if ":" not in what else f"{what}, {amount}{left}")
 
 

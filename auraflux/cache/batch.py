@@ -11,7 +11,7 @@ from torch import Tensor
 
 from auraflux.cache.kv_sequence import CacheGroup, KVSequence, SequenceState
 from auraflux.cache.pages import LayerGroup
-from auraflux.cache.step_index import StepIndex
+from auraflux.cache.step_index import EmbeddingBuffers, Embeddings, StepIndex
 from auraflux.errors import CacheFull, ContextError, InputError
 from auraflux.ops.rope.reference import norm_rope
 
@@ -101,6 +101,8 @@ class Batch:
     counts             new tokens of each sequence
     single             each sequence has one new token, which is a token of the vocabulary
     logits             which new tokens need logits
+    embeddings         of images among the new tokens; None for none
+    all_ends           see `ends`, of layers without a window and of those with one
     padding_sequences  dummy sequences after the others in a single-token step: pads the batch to a captured size
     padding            padding tokens at the end of a single sequence's step, which pad it to a captured size; None if it is
                        not padded. No token attends to them, and `drop_padding` removes them
@@ -125,7 +127,8 @@ class Batch:
         self.padding: int | None = None
         self.counts: list[int] = []
         self._padding_mask: Tensor | None = None
-        self._embeddings: list[tuple[Tensor, Tensor]] = []
+        self.embeddings: Embeddings | EmbeddingBuffers | None = None
+        self.all_ends: list[Tensor | None] = [None, None]
         self._find_index, self._evict, self._expected = find_index, evict, expected
         self._views: dict[Layer, Any] = {}
         self._use_index(max(sequence.length for sequence in sequences))
@@ -142,6 +145,11 @@ class Batch:
     def tokens(self) -> int:
         """Number of tokens of the step, padding sequences included."""
         return sum(self.counts) + self.padding_sequences
+
+    @property
+    def has_inputs(self) -> bool:
+        """Return whether a sequence has images, anywhere in its prompt."""
+        return any(sequence.inputs is not None for sequence in self.sequences)
 
     @property
     def adapters(self) -> list[int] | None:
@@ -182,9 +190,7 @@ class Batch:
 
     def put_embeddings(self, x: Tensor) -> Tensor:
         """Put the embeddings of images in place of those of their tokens: [T, H]."""
-        for rows, found in self._embeddings:
-            x = x.index_copy(0, rows.to(x.device), found.to(x.device, x.dtype))
-        return x
+        return x if self.embeddings is None else self.embeddings.put(x)
 
     def drop_padding(self) -> None:
         """Remove the padding tokens of a finished step from their sequence."""
@@ -214,23 +220,24 @@ class Batch:
 
     def allocate(self, counts: list[int], padding: int | None) -> None:
         """Extend the sequences as `extend` does, after `reserve_pages` made sure that there are pages."""
-        self._embeddings = self._new_embeddings(counts)
+        # padding may reach into an image that is not encoded yet
+        self.embeddings = self._new_embeddings([new - (padding or 0) for new in counts])
         for sequence, new in zip(self.sequences, counts, strict=True):
             for state in sequence.group_states.values():
                 state.extend(sequence.length, new)
             sequence.length += new
         self.counts, self.padding = counts, padding
-        self.single = all(new == 1 for new in counts) and not self._embeddings
+        self.single = all(new == 1 for new in counts) and self.embeddings is None
         self._write(counts)
 
-    def _new_embeddings(self, counts: list[int]) -> list[tuple[Tensor, Tensor]]:
-        """Return the rows of the step that hold images, with their embeddings."""
-        made: list[tuple[Tensor, Tensor]] = []
+    def _new_embeddings(self, counts: list[int]) -> Embeddings | None:
+        """Return the embeddings of the images among the new tokens."""
+        made: list[Embeddings] = []
         for start, sequence, new in zip([0, *accumulate(counts)], self.sequences, counts, strict=False):
             inputs = sequence.inputs
             if inputs is not None and (found := inputs.embeddings(sequence.length, sequence.length + new)) is not None:
-                made.append((torch.from_numpy(found[0] + start), found[1]))
-        return made
+                made.append(Embeddings(torch.from_numpy(found[0] + start), found[1]))
+        return Embeddings.joined(made)
 
     def _write(self, counts: list[int]) -> None:
         """Write the step to the index."""
@@ -249,16 +256,21 @@ class Batch:
         if self.single:
             self.positions = self.index.positions
         else:
-            numbers = [sequence.positions(span.start, span.stop) for sequence, span in zip(self.sequences, spans, strict=True)]
+            padding = self.padding or 0
+            numbers = [
+                sequence.positions(span.start, span.stop, padding) for sequence, span in zip(self.sequences, spans, strict=True)
+            ]
             self.positions = torch.from_numpy(_concatenated(numbers)).to(self.index.device, non_blocking=True)
-        self._ends = [self._find_ends(spans, windowed) for windowed in (False, True)]
+        self.all_ends = [self._find_ends(spans, windowed) for windowed in (False, True)]
         for group in self.sequences[0].group_states:
             states = self.states(group)
             padded = states + [group.padding_state] * self.padding_sequences if self.padding_sequences else states
             group.update_index(self.index, padded)
 
     def _find_ends(self, spans: list[range], windowed: bool) -> Tensor | None:
-        found = [each.inputs and each.inputs.ends(span, windowed) for each, span in zip(self.sequences, spans, strict=True)]
+        # a step in which tokens attend ahead is not padded
+        known = [range(span.start, span.stop - (self.padding or 0)) for span in spans]
+        found = [each.inputs and each.inputs.ends(span, windowed) for each, span in zip(self.sequences, known, strict=True)]
         if self.single or all(each is None for each in found):
             return None
         usual = [np.arange(span.start + 1, span.stop + 1, dtype=np.int32) for span in spans]
@@ -267,7 +279,7 @@ class Batch:
 
     def ends(self, group: LayerGroup) -> Tensor | None:
         """Return the position before which each new token attends in a group, int32 [T]; None for the one after its own."""
-        return self._ends[group.span is not None]
+        return self.all_ends[group.span is not None]
 
     def _select_last_tokens(self) -> Tensor:
         """Reduce the step to the last token of each sequence; return the rows that these tokens had, [B]."""

@@ -160,9 +160,6 @@ class PromptInputs(Protocol):
     def positions(self, start: int, stop: int) -> np.ndarray:
         """Return the RoPE positions of some tokens: int32 [T], or [T, R/2] where frequencies have positions of their own."""
 
-    def overlaps(self, start: int, stop: int) -> bool:
-        """Return whether some of these tokens are an image's."""
-
     def ends(self, span: range, windowed: bool) -> np.ndarray | None:
         """Return the position before which each of some tokens attends, int32 [T]; None where each attends up to its own.
 
@@ -194,13 +191,17 @@ class KVSequence:
         """Return the RoPE position of a token that is no image's."""
         return at if self.inputs is None else self.inputs.position(at)
 
-    def positions(self, start: int, stop: int) -> np.ndarray:
-        """Return the RoPE positions of some tokens, see `PromptInputs`."""
-        return np.arange(start, stop, dtype=np.int32) if self.inputs is None else self.inputs.positions(start, stop)
+    def positions(self, start: int, stop: int, padding: int = 0) -> np.ndarray:
+        """Return the RoPE positions of some tokens, of which the last are padding; see `PromptInputs`."""
+        if self.inputs is None:
+            return np.arange(start, stop, dtype=np.int32)
+        # padding repeats a position: the tokens after it may be an image's, whose positions have another shape
+        found = self.inputs.positions(start, stop - padding)
+        return np.concatenate([found, np.repeat(found[-1:], padding, 0)])
 
-    def has_embeddings(self, new: int) -> bool:
-        """Return whether some of the next `new` tokens are an image's."""
-        return self.inputs is not None and self.inputs.overlaps(self.length, self.length + new)
+    def attends_ahead(self, new: int) -> bool:
+        """Return whether some of the next `new` tokens attend to later ones."""
+        return self.inputs is not None and self.inputs.ends(range(self.length, self.length + new), True) is not None
 
     @property
     def nbytes(self) -> int:

@@ -57,8 +57,11 @@ class MixedBatch:
         self.prefill.roll_back(lengths[-1:])
 
     def put_embeddings(self, x: Tensor) -> Tensor:
-        """Return x: a chunk with images shares no step with decoding sequences."""
-        return x
+        """Put the embeddings of the prefill part's images in place of those of their tokens: [T, H]."""
+        if self.prefill.embeddings is None:
+            return x
+        decode, prefill = self.split(x)
+        return torch.cat([decode, self.prefill.put_embeddings(prefill)])
 
     def split(self, rows: Rows) -> tuple[Rows, Rows]:
         """Split rows [T, ...] into those of the decode part and those of the prefill part; None stays None."""

@@ -1,14 +1,15 @@
 """The page pool: reference-counted page numbers, and the memory they index."""
 
 import math
+import mmap
 from collections import Counter
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64
+HUGE_PAGES_FROM = 4 << 20  # bytes
+PRIVATE = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 def reserve(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -16,9 +17,14 @@ def reserve(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
-    octets = np.zeros(nbytes + ALIGNMENT, np.uint8)
-    start = -octets.ctypes.data % ALIGNMENT
-    return torch.from_numpy(octets)[start : start + nbytes].view(dtype).view(shape)
+    # malloc would clear, and so commit, what it hands out again
+    try:
+        memory = mmap.mmap(-1, max(1, nbytes), **PRIVATE)
+    except OSError as err:
+        raise MemoryError from err
+    if nbytes >= HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
 class PagePool:

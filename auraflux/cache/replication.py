@@ -45,12 +45,24 @@ class ReplicationLog:
 def batch_facts(batch: Batch) -> dict[str, Any]:
     """Return the facts that a replica needs to make a batch that was extended for a step."""
     index, counts = batch.index, batch.counts + [1] * batch.padding_sequences
-    return {
+    facts = {
         "index": [index.count, index.length_bucket],
         "counts": counts,
         "logits": batch.logits.value,
         "slots": batch.slots,
     }
+    return facts if batch.single or not batch.has_inputs else {**facts, **_image_facts(batch)}
+
+
+def _image_facts(batch: Batch) -> dict[str, Any]:
+    """Return the positions of a step with images, and where its tokens attend ahead."""
+    ends = [each if each is None else each.tolist() for each in batch.all_ends]
+    positions = batch.positions.cpu()
+    if positions.dim() == 1:
+        return {"positions": positions.tolist(), "ends": ends}
+    # many frequencies share a position: of its time, its row or its column
+    distinct, which = torch.unique(positions, dim=1, return_inverse=True)
+    return {"positions": distinct.tolist(), "frequencies": which.tolist(), "ends": ends}
 
 
 class ReplicaBatch(Batch):
@@ -59,20 +71,28 @@ class ReplicaBatch(Batch):
     def __init__(self, index: StepIndex, slots: tuple[int, ...], logits: Logits, context: int):
         self.context = context
         self.index, self.logits, self.sequences, self.padding_sequences, self.padding = index, logits, [], 0, None
-        self._slots, self._views, self._padding_mask, self._embeddings, self._ends = slots, {}, None, [], [None, None]
+        self._slots, self._views, self._padding_mask, self.embeddings, self.all_ends = slots, {}, None, None, [None, None]
 
     @property
     def slots(self) -> tuple[int, ...]:
         return self._slots
 
-    def advance(self, counts: list[int], lengths: list[int]) -> None:
-        """Set the next step: the new tokens of each sequence, and its length with them."""
-        self.counts, self.single = counts, all(new == 1 for new in counts)
+    def advance(self, facts: dict[str, Any], lengths: list[int]) -> None:
+        """Set the next step from its `batch_facts`, and the length of each sequence with its new tokens."""
+        self.counts, device = facts["counts"], self.index.device
+        known = facts.get("positions")
+        self.single = known is None and all(new == 1 for new in self.counts)
         if self.single:
             self.positions = self.index.positions
+        elif known is None:
+            spans = (range(length - new, length) for length, new in zip(lengths, self.counts, strict=True))
+            self.positions = torch.tensor([*chain.from_iterable(spans)], dtype=torch.int32).to(device)
         else:
-            spans = (range(length - new, length) for length, new in zip(lengths, counts, strict=True))
-            self.positions = torch.tensor([*chain.from_iterable(spans)], dtype=torch.int32).to(self.index.device)
+            positions = torch.tensor(known, dtype=torch.int32)
+            self.positions = (positions[:, facts["frequencies"]] if "frequencies" in facts else positions).to(device)
+        ends = facts.get("ends", [None, None])
+        self.all_ends = [None if each is None else torch.tensor(each, dtype=torch.int32).to(device) for each in ends]
+        self.embeddings = None
 
 
 class CacheReplica:
@@ -102,7 +122,7 @@ class CacheReplica:
         if len(self._batches) >= MAX_BATCHES:
             del self._batches[next(iter(self._batches))]
         self._batches[key] = found
-        found.advance(facts["counts"], self._lengths[index])
+        found.advance(facts, self._lengths[index])
         return found
 
     def _group(self, number: int) -> Any:

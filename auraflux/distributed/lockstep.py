@@ -18,7 +18,7 @@ from auraflux.cache.replication import CacheReplica, ReplicationLog, batch_facts
 from auraflux.distributed.comm.group import Group
 from auraflux.distributed.comm.mesh import Mesh
 from auraflux.distributed.follower_replies import FollowerReplies
-from auraflux.distributed.rank_runner import RankRunner
+from auraflux.distributed.rank_runner import RankRunner, receive_embeddings, send_step
 from auraflux.engine.device import to_device
 from auraflux.engine.graph_runner import GraphRunner
 
@@ -44,7 +44,8 @@ class LockstepRunner(RankRunner):
         self.group.check()
         try:
             changes = {"replication_log": self.replication_log.take(), "batch": batch_facts(batch)}
-            self.group.broadcast_message({**changes, "ids": ids.tolist(), "replayed": replayed})
+            message = {**changes, "ids": ids.tolist(), "replayed": replayed}
+            send_step(self.group, range(1, self.group.size), message, batch, self.model)
             yield
         except BaseException:
             # the others wait inside the step and cannot be interrupted
@@ -101,6 +102,7 @@ class LockstepRank:
                 continue
             self.replica.apply(message["replication_log"])
             ids, batch = to_device(message["ids"], self.runner.device), self.replica.batch(message["batch"])
+            batch.embeddings = receive_embeddings(self.group, message.get("embedded"), self.runner.model)
             (self.graphs.replay if message["replayed"] else self._forward)(batch, ids)
 
     def _forward(self, batch: Batch, ids: Tensor) -> None:

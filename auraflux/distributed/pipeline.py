@@ -18,7 +18,7 @@ from auraflux.distributed.comm.collectives import REPLIES, ROWS, tensor_at
 from auraflux.distributed.comm.group import Group, PendingReceive
 from auraflux.distributed.comm.mesh import Mesh
 from auraflux.distributed.follower_replies import FollowerReplies
-from auraflux.distributed.rank_runner import RankRunner
+from auraflux.distributed.rank_runner import RankRunner, receive_embeddings, send_step
 from auraflux.engine.device import to_device
 from auraflux.engine.graph_runner import GraphRunner
 from auraflux.engine.model_runner import ModelRunner
@@ -58,7 +58,8 @@ class PipelineRunner(RankRunner):
         while self._pending:
             self._pending[0].wait()
             del self._pending[0]
-        self._announce(ids, {"replication_log": self.replication_log.take(), "batch": batch_facts(batch), "replayed": replayed})
+        changes = {"replication_log": self.replication_log.take(), "batch": batch_facts(batch), "replayed": replayed}
+        self._announce(ids, batch, changes)
         try:
             yield
         except BaseException:
@@ -67,7 +68,7 @@ class PipelineRunner(RankRunner):
                 self._send(torch.zeros(len(ids), self.stage.config.hidden, dtype=self.stage.dtype), batch)
             raise
 
-    def _announce(self, ids: Tensor, message: dict[str, Any]) -> None:
+    def _announce(self, ids: Tensor, batch: Batch, message: dict[str, Any]) -> None:
         try:
             self.group.send_message(message, self.mesh.first_ranks[1])
         except BaseException:
@@ -157,14 +158,13 @@ class MeshRunner(PipelineRunner):
                 self._owes_rows = False
                 raise
 
-    def _announce(self, ids: Tensor, message: dict[str, Any]) -> None:
+    def _announce(self, ids: Tensor, batch: Batch, message: dict[str, Any]) -> None:
         try:
-            for rank in self.mesh.peers(0)[1:]:
-                self.group.send_message({**message, "ids": ids.tolist()}, rank)
+            send_step(self.group, self.mesh.peers(0)[1:], {**message, "ids": ids.tolist()}, batch, self.model)
         except BaseException:
             self.group.abort(INTERRUPTED)
             raise
-        super()._announce(ids, message)
+        super()._announce(ids, batch, message)
 
 
 class StageRunner(RankRunner):
@@ -202,12 +202,14 @@ class PipelineRank:
 
     def _step(self, message: dict[str, Any], before: int | None, after: int | None) -> Tensor:
         """Announce a step to the next stage, update the cache, wait for the hidden states and run the step."""
-        device, ids, tokens = self.runner.device, message.pop("ids", None), sum(message["batch"]["counts"])
+        device, tokens = self.runner.device, sum(message["batch"]["counts"])
+        ids, embedded = message.pop("ids", None), message.pop("embedded", None)
         pending = None if before is None else post_rows(self.group, tokens, self.runner.model, before)
         if after is not None:
             self.group.send_message(message, after)
         self.replica.apply(message["replication_log"])
         batch = self.replica.batch(message["batch"])
+        batch.embeddings = receive_embeddings(self.group, embedded, self.runner.model)
         # the first stage takes token ids, the others hidden states
         given = to_device(ids, device) if pending is None else pending.wait()
         given = given if given.device == device else given.to(device)

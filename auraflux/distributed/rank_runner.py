@@ -1,10 +1,12 @@
-"""`RankRunner`: the model runner of one rank, and the agreement of ranks on graph capture."""
+"""`RankRunner`: the model runner of one rank, the agreement of ranks on graph capture, and transfers of images' embeddings."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from auraflux.cache import Cache
+from auraflux.cache import Batch, Cache
+from auraflux.cache.step_index import Embeddings
 from auraflux.distributed.comm.collectives import Subgroup
 from auraflux.distributed.comm.group import Group
 from auraflux.distributed.comm.mesh import Mesh
@@ -39,3 +41,23 @@ class RankRunner(ModelRunner):
         gathered = peers.all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
         reasons = (bytes(each.numpy()).rstrip(b"\0").decode(errors="ignore") for each in gathered)
         return next((reason for reason in reasons if reason), None)
+
+
+def send_step(group: Group, ranks: Iterable[int], message: dict[str, Any], batch: Batch, model: Any) -> None:
+    """Announce a step to ranks that embed its tokens, with the embeddings of its images."""
+    found = batch.embeddings
+    if not isinstance(found, Embeddings):
+        for rank in ranks:
+            group.send_message(message, rank)
+        return
+    values = found.values.to("cpu", model.dtype)
+    for rank in ranks:
+        group.send_message({**message, "embedded": found.rows.tolist()}, rank)
+        group.send(values, rank)
+
+
+def receive_embeddings(group: Group, rows: list[int] | None, model: Any) -> Embeddings | None:
+    """Receive the embeddings that follow a message of `send_step`; `rows` are its tokens with embeddings."""
+    if rows is None:
+        return None
+    return Embeddings(torch.tensor(rows), group.receive(len(rows), model.config.hidden, source=0, dtype=model.dtype))

@@ -191,7 +191,7 @@ class Engine:
             or len(counts) > 1
             or not 1 < counts[0] <= min(self.chunk, PREFILL_SIZES[-1])
             or not self.graphs.supports_prefill
-            or batch.sequences[0].has_embeddings(counts[0])
+            or batch.sequences[0].attends_ahead(counts[0])
         ):
             return None
         size = self._prefill_size(counts[0])
@@ -233,7 +233,7 @@ class Engine:
         Return None, with nothing changed, if the cache has no room for the chunk or no size fits it.
         """
         size = next((size for size in self.mixed_chunk_sizes(len(batch.sequences)) if size >= len(chunk)), None)
-        if size is None or sequence.length + size > self.cache.context or sequence.has_embeddings(len(chunk)):
+        if size is None or sequence.length + size > self.cache.context or sequence.attends_ahead(len(chunk)):
             return None
         if self.adapters is not None and any(each.adapter is not None for each in (*batch.sequences, sequence)):
             # its token-wise layers would need the adapters of both parts

@@ -19,7 +19,7 @@ from torch import Tensor
 from auraflux.adapters.linears import AdapterStep, active, adapters
 from auraflux.adapters.loaded import LoadedAdapters
 from auraflux.cache import Batch, Logits, MixedBatch
-from auraflux.cache.step_index import StepIndex
+from auraflux.cache.step_index import EmbeddingBuffers, Embeddings, StepIndex
 from auraflux.engine.capture import NO_MEMORY, CudaCapture, Replay, record_launches
 from auraflux.engine.device import device_memory, to_device
 from auraflux.engine.model_runner import ModelRunner
@@ -31,6 +31,7 @@ MAX_CPU_VERIFY_STEPS = 8  # recordings of verify steps on a CPU, which hold the 
 SWITCHED_OFF = "graphs are switched off"
 ADAPTED_EXPERTS = "an adapter of the step changes experts"
 TOO_LONG = "the step streams its experts from host memory"
+EMBEDDED_TOKENS = 2048  # for which there is room in buffers of image embeddings from the start
 
 
 @dataclass(eq=False)
@@ -38,7 +39,8 @@ class Step:
     """Steps that share a step index, the slots of their recurrent states and the number of tokens.
 
     ids        [T]  tokens, or [T, H] hidden states of the previous pipeline stage
-    positions  [T]  of a prefill chunk; those of decode steps are in the index
+    positions  [T]  of a prefill chunk, with images [T, R/2]; those of decode steps are in the index
+    embeddings      of a prefill chunk with images
     compiled        the step has run once, so its kernels are compiled
     result          output buffer of the recording
     batch           of the recording, which refers to its tensors
@@ -48,6 +50,7 @@ class Step:
 
     ids: Tensor
     positions: Tensor
+    embeddings: EmbeddingBuffers | None = None
     compiled: bool = False
     recording: Replay | None = None
     result: Tensor | None = None
@@ -56,10 +59,12 @@ class Step:
     adapted: tuple[list[int], list[int]] | None = None
 
 
-# index, slots of states, tokens that need logits, whether there are adapters, new tokens per sequence (empty for one each)
-Key = tuple[StepIndex, tuple[int, ...], Logits, bool, tuple[int, ...]]
-# index and state slots of the decode part, index of the prefill part, its tokens
-MixedKey = tuple[StepIndex, tuple[int, ...], StepIndex, int]
+# whether there are images, shape of a token's position
+ImageKey = tuple[bool, torch.Size]
+# index, slots of states, tokens that need logits, whether there are adapters, images, new tokens per sequence (empty if one)
+Key = tuple[StepIndex, tuple[int, ...], Logits, bool, ImageKey, tuple[int, ...]]
+# index and state slots of the decode part, index of the prefill part, its images, its tokens
+MixedKey = tuple[StepIndex, tuple[int, ...], StepIndex, ImageKey, int]
 KeyT = TypeVar("KeyT")
 
 
@@ -88,6 +93,8 @@ class GraphRunner:
         self._steps: dict[Key, Step] = {}
         self._verify_steps: dict[Key, Step] = {}
         self._mixed: dict[MixedKey, Step] = {}
+        # shared by all steps, of which one runs at a time
+        self._embeddings: EmbeddingBuffers | None = None
         # token counts of steps that have run, with any index
         self._run_before: set[tuple[int, ...]] = set()
         self._capture = CudaCapture(runner.agree_on_capture) if runner.device.type == "cuda" else record_launches
@@ -197,14 +204,12 @@ class GraphRunner:
     def decode_mixed(self, batch: MixedBatch, ids: list[int] | Tensor, chunk: Tensor) -> Tensor:
         """Run a mixed batch that has been extended and return the logits of its decode part, [B, V]."""
         decode, prefill = batch.decode, batch.prefill
-        key = decode.index, decode.slots, prefill.index, len(chunk)
-        step = self._find_step(self._mixed, key, MAX_STEPS, decode.tokens + len(chunk), chunk)
+        key = decode.index, decode.slots, prefill.index, _image_key(prefill), len(chunk)
+        step = self._find_step(self._mixed, key, MAX_STEPS, decode.tokens + len(chunk), chunk, prefill)
         decode_ids, prefill_ids = batch.split(step.ids)
         decode_ids[: len(ids)].copy_(torch.as_tensor(ids), non_blocking=True)
         prefill_ids.copy_(chunk, non_blocking=True)
-        positions = step.positions[: len(chunk)]
-        positions.copy_(prefill.positions, non_blocking=True)
-        prefill.positions = positions
+        self._write_inputs(step, prefill)
         found = self._replay_or_run(step, batch, lambda: self.runner.run_captured(step.ids, batch))
         return found[: len(decode.sequences)]
 
@@ -219,10 +224,19 @@ class GraphRunner:
         step = self._step(batch, ids)
         step.ids.copy_(ids, non_blocking=True)
         if not batch.single:
-            step.positions.copy_(batch.positions, non_blocking=True)
-            batch.positions = step.positions
+            self._write_inputs(step, batch)
         with self._adapters(batch, step):
             return self._replay_or_run(step, batch, lambda: work(step))
+
+    def _write_inputs(self, step: Step, batch: Batch) -> None:
+        """Copy the positions and embeddings of a batch to those of a step, which the batch then refers to."""
+        positions = step.positions[: len(batch.positions)]
+        positions.copy_(batch.positions, non_blocking=True)
+        batch.positions = positions
+        if step.embeddings is not None:
+            assert isinstance(batch.embeddings, Embeddings)
+            step.embeddings.write(batch.embeddings)
+            batch.embeddings = step.embeddings
 
     @contextmanager
     def _adapters(self, batch: Batch, step: Step | None = None) -> Iterator[None]:
@@ -257,22 +271,34 @@ class GraphRunner:
     def _step(self, batch: Batch, inputs: Tensor) -> Step:
         # prefill steps find states through the index too
         slots = batch.slots if batch.padding is None else ()
-        key = batch.index, slots, batch.logits, batch.adapters is not None, () if batch.single else tuple(batch.counts)
+        adapted, counts = batch.adapters is not None, () if batch.single else tuple(batch.counts)
+        key = batch.index, slots, batch.logits, adapted, _image_key(batch), counts
         steps, limit = self._steps, MAX_STEPS
         if not batch.single and batch.padding is None:
             steps, limit = self._verify_steps, MAX_CPU_VERIFY_STEPS if self.runner.device.type == "cpu" else MAX_STEPS
-        return self._find_step(steps, key, limit, len(inputs), inputs)
+        return self._find_step(steps, key, limit, len(inputs), inputs, batch)
 
-    def _find_step(self, steps: dict[KeyT, Step], key: KeyT, limit: int, tokens: int, like: Tensor) -> Step:
+    def _find_step(self, steps: dict[KeyT, Step], key: KeyT, limit: int, tokens: int, like: Tensor, prefill: Batch) -> Step:
         """Return the step of a key, made if necessary, as the most recently used; evict the least recently used."""
         step = steps.pop(key, None)
         if step is None:
             ids = like.new_zeros(tokens, *like.shape[1:], device=self.runner.device)
-            step = Step(ids, torch.zeros(tokens, dtype=torch.int32, device=self.runner.device))
+            positions = torch.zeros(tokens, *prefill.positions.shape[1:], dtype=torch.int32, device=self.runner.device)
+            step = Step(ids, positions, self._embedding_buffers(prefill))
             if len(steps) == limit:
                 del steps[next(iter(steps))]
         steps[key] = step
         return step
+
+    def _embedding_buffers(self, batch: Batch) -> EmbeddingBuffers | None:
+        """Return buffers for the embeddings of a batch's images; None for a batch without."""
+        if not isinstance(batch.embeddings, Embeddings):
+            return None
+        tokens = len(batch.positions)
+        if self._embeddings is None or tokens > len(self._embeddings.values):
+            room = max(tokens, min(self.runner.cache.chunk, EMBEDDED_TOKENS))
+            self._embeddings = EmbeddingBuffers.empty(room, batch.embeddings, self.runner.device)
+        return self._embeddings.first(tokens)
 
     def _run(self, step: Step, batch: Batch | MixedBatch, work: Callable[[], Tensor]) -> Tensor:
         """Run a step, and capture it from its second run on."""
@@ -327,6 +353,10 @@ def _adapters_of_rows(each: Sequence[int], counts: Sequence[int], logits: Logits
     if logits is not Logits.ALL and len(of_tokens) != len(of_sequences):
         yield of_sequences
     yield of_tokens
+
+
+def _image_key(batch: Batch) -> ImageKey:
+    return batch.embeddings is not None, batch.positions.shape[1:]
 
 
 def _copy(result: Tensor) -> Tensor:

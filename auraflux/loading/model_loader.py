@@ -17,7 +17,6 @@ from auraflux.distributed.shard import RankShard
 from auraflux.engine import calibration
 from auraflux.engine.device import device_memory, preload_kernels
 from auraflux.engine.engine import Engine
-from auraflux.errors import SettingsError
 from auraflux.loading.memory_budget import MemoryBudget
 from auraflux.loading.model_source import ModelSource
 from auraflux.loading.options import LoadOptions
@@ -190,10 +189,6 @@ class ModelLoader:
 
     def vision(self, chunk: int) -> Vision | NoVision:
         """Load the vision tower where the model has one; `chunk` are the tokens of a prefill chunk."""
-        if self.leader is not None:
-            if self.options.mmproj is not None:
-                raise SettingsError("--mmproj is not supported for a model that runs on several ranks.")
-            return NoVision("it runs on several ranks")
         with device_memory():
             source, names = self.source, (lambda name: None) if self.tokenizer is None else self.tokenizer.token_id
             given = None if self.options.mmproj is None else Path(self.options.mmproj)

@@ -25,7 +25,8 @@ def encode(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tenso
     steps = 2**bits - 1
     below = low.abs() > high.abs()
     edge = torch.where(below, low, high)
-    step = ((high - low) / steps).clamp_min(1e-7)
+    # a tensor: CUDA multiplies by the reciprocal of a Python number, which rounds differently
+    step = ((high - low) / torch.full_like(low, steps)).clamp_min(1e-7)
     step = torch.where(below, step, -step)
     zero_code = torch.round(edge / step)
     has_zero = zero_code != 0

@@ -10,7 +10,8 @@ from auraflux.ops.format_speeds import NO_KERNEL, fake_weight, speed_of
 from auraflux.ops.route_speed import RouteSpeed
 from auraflux.ops.simd.isa import ISA
 from auraflux.quant import QTensor
-from auraflux.quant.gguf_blocks import LAYOUTS, REQUANTIZED_BITS
+from auraflux.quant.gguf_blocks import REQUANTIZED_BITS
+from auraflux.quant.gguf_layouts import LAYOUTS
 from auraflux.weights.experts.row_table import ON_DISK_TABLE
 from auraflux.weights.formats.folder import Folder
 from auraflux.weights.formats.gguf import DENSE, GGUFFile

@@ -13,7 +13,8 @@ from auraflux.cache.cache import LayerShape
 from auraflux.defaults import KV as DEFAULT_KV
 from auraflux.errors import SettingsError
 from auraflux.quant import QTensor, grids, super_blocks
-from auraflux.quant.gguf_blocks import NOT_IN_MLX, memory_bits
+from auraflux.quant.gguf_blocks import memory_bits
+from auraflux.quant.gguf_layouts import NOT_IN_MLX
 from auraflux.weights.convert.quantize_large import fitting_group
 from auraflux.weights.experts.row_table import ON_DISK_TABLE, ROW_CACHE_NBYTES
 from auraflux.weights.formats.folder import Folder

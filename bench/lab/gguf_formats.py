@@ -22,7 +22,8 @@ from auraflux.ops.layout.words import LANES
 from auraflux.ops.simd.jit import threads
 from auraflux.ops.simd.peak_bandwidth import peak_read_bandwidth
 from auraflux.quant import QTensor
-from auraflux.quant.gguf_blocks import LAYOUTS, from_blocks
+from auraflux.quant.gguf_blocks import from_blocks
+from auraflux.quant.gguf_layouts import LAYOUTS
 
 ROWS, WIDTH = 11008, 4096
 DIFFERENT_ROWS = 64  # quantized by llama.cpp; the others repeat them

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from auraflux.cache import AttentionShape, Cache, CacheSettings
-from auraflux.cache.page_pool import ALIGNMENT, PagePool, reserve
+from auraflux.cache.page_pool import PagePool, reserve
 from auraflux.cache.pages import LayerGroup
 from auraflux.errors import CacheFull, ContextError, InputError
 from auraflux.ops import use_backend
@@ -28,9 +28,14 @@ def group_of(span: int | None = None, pages: int = 16, size: int = 4, rollback_t
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32])
 def test_reserved_memory_is_zero_and_aligned(dtype):
     made = reserve(3, 5, 7, dtype=dtype, device=torch.device("cpu"))
-    assert (made.shape, made.dtype, made.data_ptr() % ALIGNMENT) == ((3, 5, 7), dtype, 0)
+    assert (made.shape, made.dtype, made.data_ptr() % 64) == ((3, 5, 7), dtype, 0)
     assert made.is_contiguous()
     assert not made.any()
+
+
+def test_memory_that_cannot_be_reserved_is_a_memory_error():
+    with pytest.raises(MemoryError):
+        reserve(1 << 50, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_a_page_is_free_when_its_last_owner_releases_it():

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType
 
-from auraflux.quant.gguf_blocks import LAYOUTS
+from auraflux.quant.gguf_layouts import LAYOUTS
 from auraflux.tokenizer.tokenizer import Tokenizer
 from auraflux.weights.formats.folder import MODELOPT_CONFIG
 from auraflux.weights.formats.gguf_architectures import ARCHITECTURES

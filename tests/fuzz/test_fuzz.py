@@ -9,7 +9,7 @@ import pytest
 
 from auraflux.errors import InputError
 from auraflux.models import FAMILIES
-from auraflux.quant.gguf_blocks import LAYOUTS
+from auraflux.quant.gguf_layouts import LAYOUTS
 from auraflux.weights.formats.methods import METHODS
 from tests.fuzz import corpus
 from tests.fuzz.counters import Counters, table, total

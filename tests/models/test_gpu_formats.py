@@ -9,7 +9,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from auraflux.ops import use_backend
-from auraflux.quant.gguf_blocks import LAYOUTS
+from auraflux.quant.gguf_layouts import LAYOUTS
 from tests.models.oracles import error, save, tokens, transformers_logits
 from tests.models.test_gpu import engine_for, logits
 from tests.weights.formats.gguf_files import UNWRITTEN, VOCAB, any_blocks, decoded, llama_tensors, write_gguf

@@ -17,10 +17,11 @@ LARGE = {
     *("add_norm_gate_up-many-rows", "add_norm_linears-many-rows-narrow"),
 }
 # each format of products compiles for seconds, fast and exact. The quick cases cover all widths of codes, groups, types of
-# scales and kinds of codes in both modes; test_super_blocks.py covers fast products of q2k, q3k, q6k and iq4
+# scales and kinds of codes, most in one mode; test_super_blocks.py covers fast products of q2k, q3k, q6k, iq4 and nvfp4
 FORMATS = re.compile(
     r"linear-((2bit-g64|6bit-g64|fp8-g32)-\d+|6bit-row-order)(-fast)?$|linear-3bit-g64-\d+-fast$"
     r"|linear-((fp8-g128|q[23]k)-\d+|q3k-row-order|bf16-q2k-.*|bf16-some-tokens-bias)$|linears-bf16-6bit-4$"
+    r"|linear-((5bit-g64|2bit-g128|iq4)-1|(8bit-g64|mxfp4|nvfp4)-1-fast)$"
     # and test_grids.py all products with grids
     r"|(linear|expert_mlp|embed)-(bf16-|many-)?iq[123]_.*$"
     r"|gate_up_swiglu-bf16-2bit-one-token$|expert_mlp-(mixed-bits|many-2-and-5-bits|many-q3k)$"

@@ -10,7 +10,8 @@ from auraflux.errors import FormatError
 from auraflux.ops import embed
 from auraflux.ops.simd.isa import ISA
 from auraflux.quant import grids
-from auraflux.quant.gguf_blocks import LAYOUTS, NOT_IN_MLX, from_blocks, memory_bits, to_dense
+from auraflux.quant.gguf_blocks import from_blocks, memory_bits, to_dense
+from auraflux.quant.gguf_layouts import LAYOUTS, NOT_IN_MLX
 
 WIDTH = 512
 # grids have no smaller format to which parts of a super-block can be widened

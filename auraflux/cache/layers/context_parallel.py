@@ -53,8 +53,7 @@ class LocalTokens:
     """
 
     def __init__(self, batch: Batch, group: LayerGroup, ends: Tensor, included: Tensor):
-        page_shard = group.page_shard
-        owners = torch.repeat_interleave(torch.arange(len(batch.counts)), torch.tensor(batch.counts))
+        page_shard, owners = group.page_shard, _owners(batch)
         lengths = page_shard.local_lengths(ends, group.size)
         self.tokens = (included & (lengths > 0)).nonzero().squeeze(1)
         self.sequences, self.lengths = owners[self.tokens], lengths[self.tokens]
@@ -68,12 +67,14 @@ class LocalTokens:
     @classmethod
     def appended(cls, batch: Batch, group: LayerGroup) -> "LocalTokens":
         """Return the tokens whose positions are local."""
-        return cls(batch, group, batch.positions + 1, group.page_shard.owns(batch.positions, group.size))
+        numbers = _numbers(batch)
+        return cls(batch, group, numbers + 1, group.page_shard.owns(numbers, group.size))
 
     @classmethod
     def attending(cls, batch: Batch, group: LayerGroup, recent_window: int = 0) -> "LocalTokens":
         """Return the tokens that attend to local positions outside the recent window."""
-        ends = (batch.positions + 1 - recent_window).clamp(min=0)
+        ends = batch.ends(group) if recent_window == 0 else None
+        ends = (_numbers(batch) + 1 - recent_window).clamp(min=0) if ends is None else ends
         return cls(batch, group, ends, torch.ones_like(ends, dtype=torch.bool))
 
     def scatter(self, partial: Partial, tokens: int) -> Partial:
@@ -86,6 +87,17 @@ class LocalTokens:
         for target, part in zip((*wide, total), (o, m, l), strict=True):
             target[rows] = part
         return *wide, total
+
+
+def _owners(batch: Batch) -> Tensor:
+    """Return the sequence of each token of a step, [T]."""
+    return torch.repeat_interleave(torch.arange(len(batch.counts)), torch.tensor(batch.counts))
+
+
+def _numbers(batch: Batch) -> Tensor:
+    """Return the number of each token of a step in its sequence, int32 [T]: with images it is not the RoPE position."""
+    owners = _owners(batch)
+    return torch.arange(len(owners), dtype=torch.int32) + (batch.lengths - batch.starts[1:])[owners]
 
 
 def merge_ranks(page_shard: PageShard, partials: list[Partial], rows: int, width: int) -> Tensor:
@@ -186,7 +198,7 @@ class ContextParallelQuantizedLayer(QuantizedLayer):
             sinks = None
         elif recent_window:
             window = self._window_pages(batch)
-            window_options = window.capacity, recent_window, sinks, softcap
+            window_options = window.capacity, recent_window, sinks, softcap, 0.0, batch.ends(self.group)
             partials.append(turboquant_partials(q, window, batch.starts, scale, *window_options))
             sinks = None
         local = LocalTokens.attending(batch, self.group, recent_window)

@@ -149,17 +149,22 @@ def variants_of(case: Case, gpus: Sequence[Capability] = GPUS) -> tuple[list[Ker
     kernel = case.op.kernel("cuda")
     if kernel is None:
         return [], []
+    with FakeTensors():
+        made = {capability: _arguments(case, capability) for capability in gpus}
     with capture_variants() as variants:
-        _call(kernel, case, gpus)
+        _call(kernel, case, made)
     with capture_variants() as invariants, invariant():
-        _call(kernel, case, gpus)
+        _call(kernel, case, made)
     return variants, invariants
 
 
-def _call(kernel: Any, case: Case, gpus: Sequence[Capability]) -> None:
-    for capability in gpus:
-        with use_fake_gpu(capability):
-            # pages of codes are arranged for the GPU
-            args = in_row_layout(case.args())
-            with exact(case.exact), suppress(Declined):
-                kernel(**args)
+def _arguments(case: Case, capability: Capability) -> dict[str, Any]:
+    with use_fake_gpu(capability):
+        # pages of codes are arranged for the GPU
+        return in_row_layout(case.args())
+
+
+def _call(kernel: Any, case: Case, made: dict[Capability, dict[str, Any]]) -> None:
+    for capability, args in made.items():
+        with use_fake_gpu(capability), exact(case.exact), suppress(Declined):
+            kernel(**args)

@@ -16,7 +16,7 @@ from auraflux.ops.layout.words import LANES, packed_chunk, valid_lanes
 from auraflux.ops.simd.jit import Kernel, arguments, halves, int32s, int64s, jit, octets, share, threads, workspace
 from auraflux.ops.simd.vectors import I8, I16, kernel, load, store, vector
 from auraflux.quant import QTensor, grids, super_blocks
-from auraflux.quant.gguf_blocks import LAYOUTS
+from auraflux.quant.gguf_layouts import LAYOUTS
 from auraflux.quant.packing import CHUNK
 
 PARALLEL_FROM = 1 << 18  # bytes; below this, waking the threads costs more than the work

@@ -174,8 +174,9 @@ def _check_turboquant_partials(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     threshold: float = 0.0,
+    ends: Tensor | None = None,
 ) -> None:
-    _check_turboquant_attention(q, pages, starts, scale, window, sinks, softcap, threshold)
+    _check_turboquant_attention(q, pages, starts, scale, window, sinks, softcap, threshold, ends)
     if block < 1:
         raise InputError(f"'block' is {block}; at least one token is needed.")
 
@@ -191,10 +192,11 @@ def turboquant_partials(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     threshold: float = 0.0,
+    ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend to each block of positions separately: merged and rotated back, the blocks are the attention over all.
 
-    q, starts, scale, window, sinks, softcap  see `turboquant_attention`
+    q, starts, scale, window, sinks, softcap, ends  see `turboquant_attention`
     block      positions in a block; block n holds those from n * block on
     threshold  values with a smaller share of their block's weights are skipped
     returns    (o [T * Hq, N, D], m [T * Hq, N], l [T * Hq, N]), float32, for `merge_partials`; o is still rotated
@@ -203,7 +205,7 @@ def turboquant_partials(
     there is one more block, of the rows that a query reads from there. With sinks there is another, the last: o = 0, m = sink,
     l = 1. When positions are split between calls, one of them gets the sinks.
     """
-    return _partials(q, pages, starts, scale, block, window, sinks, softcap, threshold)
+    return _partials(q, pages, starts, scale, block, window, sinks, softcap, threshold, ends)
 
 
 def _partials(

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.quant import QTensor
-from auraflux.quant.gguf_blocks import LAYOUTS, REQUANTIZED_BITS, from_blocks, requantized_group, to_dense
+from auraflux.quant.gguf_blocks import REQUANTIZED_BITS, from_blocks, requantized_group, to_dense
+from auraflux.quant.gguf_layouts import LAYOUTS
 from auraflux.weights.experts.packed_files import ExpertFiles
 from auraflux.weights.experts.row_table import TablePart
 from auraflux.weights.fields import ConfigFile

@@ -33,6 +33,7 @@ LONG = {
     "latent_output-bf16-2-b4": "latent_output-4-bits",
     "channel_gates-many-tokens": "channel_gates-odd",
     "expert_mlp-many-q3k": "expert_mlp-limited",
+    "expert_mlp-iq2_xxs-40": "expert_mlp-iq2_xxs-2",
     "turboquant_latent_attention-full-precision-w63-f32-5": "turboquant_latent_attention-full-precision-w63-f32-1",
     "append_codes-pairs-k3v3w128": "append_codes-few-pairs-k3v3w128",
     "rope_append_codes-pairs-k2v2": "rope_append_codes-few-pairs-k2v2",

@@ -12,7 +12,8 @@ from auraflux.ops.layout.gguf import convert_rows
 from auraflux.ops.layout.rows import interleave
 from auraflux.ops.simd.isa import ISA
 from auraflux.quant import QTensor, quantize
-from auraflux.quant.gguf_blocks import LAYOUTS, from_blocks
+from auraflux.quant.gguf_blocks import from_blocks
+from auraflux.quant.gguf_layouts import LAYOUTS
 from auraflux.quant.super_blocks import FORMATS
 from tests.quant.test_gguf_blocks import random_blocks
 

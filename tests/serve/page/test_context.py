@@ -165,6 +165,26 @@ def test_file_can_be_dropped_and_sent_alone(page, site):
     assert site.received[0]["messages"][0]["content"] == "File dropped.txt:\n\n```txt\ndropped text\n```"
 
 
+PASTE = """([encoded, name]) => {
+  const data = new DataTransfer();
+  const bytes = Uint8Array.from(atob(encoded), (letter) => letter.charCodeAt(0));
+  data.items.add(new File([bytes], name, { type: "image/png" }));
+  const pasted = new ClipboardEvent("paste", { clipboardData: data, cancelable: true });
+  document.querySelector("#question").dispatchEvent(pasted);
+}"""
+
+
+def test_a_picture_can_be_pasted(page, site):
+    site.app.state.modalities = ["text", "image"]
+    page.reload()
+    page.wait_for_selector("#send")
+    page.evaluate(PASTE, [b64encode(PIXEL).decode(), "pasted.png"])
+    expect(page.locator("#attachments img")).to_have_count(1)
+    ask(page, "what is this?")
+    sent = site.received[0]["messages"][0]["content"]
+    assert sent[0] == {"type": "image_url", "image_url": {"url": "data:image/png;base64," + b64encode(PIXEL).decode()}}
+
+
 def test_reload_and_back_return_to_the_conversation(page):
     ask(page, "first")
     page.click("#new")

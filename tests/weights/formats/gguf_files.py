@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, quants
 
-from auraflux.quant.gguf_blocks import LAYOUTS, NOT_IN_MLX
+from auraflux.quant.gguf_layouts import LAYOUTS, NOT_IN_MLX
 from auraflux.weights.formats.gguf_architectures import ARCHITECTURES, ENDS
 from auraflux.weights.formats.gguf_names import NEXTN
 from tests.quant.test_gguf_blocks import set_scales_of_iq1_m

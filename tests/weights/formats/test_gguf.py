@@ -10,7 +10,7 @@ from auraflux.models.llama import Config as Llama
 from auraflux.ops import llama3_frequencies, rope_frequencies
 from auraflux.ops.simd.isa import ISA
 from auraflux.quant import QTensor, grids
-from auraflux.quant.gguf_blocks import LAYOUTS, NOT_IN_MLX
+from auraflux.quant.gguf_layouts import LAYOUTS, NOT_IN_MLX
 from auraflux.weights.formats.checkpoint import open_checkpoint
 from auraflux.weights.formats.gguf import GGUFFile
 from auraflux.weights.formats.stored import dense

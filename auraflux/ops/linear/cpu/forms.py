@@ -76,8 +76,8 @@ class Form(NamedTuple):
         return self.kind in ("bf16", "f16", "f32")
 
     @property
-    def fast(self) -> bool:
-        """Activations are rounded as far as a contract allows."""
+    def lowest_precision(self) -> bool:
+        """Activations are int8; half precision for e4m3."""
         return self.activation_bits == 8
 
     @property
@@ -90,12 +90,12 @@ class Form(NamedTuple):
     @property
     def halves(self) -> bool:
         """Activations and sums of a group are half precision, which represents e4m3 / 256 exactly."""
-        return self.kind == "e4m3" and self.fast
+        return self.kind == "e4m3" and self.lowest_precision
 
     @property
     def raw(self) -> bool:
         """Float32 activations are scaled, for weights with e4m3 exponents."""
-        return self.kind == "e4m3" and ISA.denormals and not self.fast
+        return self.kind == "e4m3" and ISA.denormals and not self.lowest_precision
 
     @property
     def by_halves(self) -> bool:

@@ -1,11 +1,12 @@
 """Inner loops of all quantized products on CPU: `ISA.lanes` rows of a weight times a few tokens.
 
-A lane is a row (see `QTensor.interleave`), so nothing is summed across lanes and the scales of all rows are one vector. Two
-modes share the interface: *fast* quantizes activations to int8 per group and uses the byte dot product; *exact* multiplies
-float32, or, where the byte dot product is much faster (`ISA.digits`), quantizes activations to 24 bits per group: three digits
-of a byte each, whose integer sums are exact. FP8 codes are not integers: fast products of them are in half precision
-(`ISA.half_products`). All compute, per group, s * sum(code * x) + b * sum(x), the second sum once per token; where b is a
-constant times s, that constant is a factor of the sum.
+A lane is a row (see `QTensor.interleave`), so nothing is summed across lanes and the scales of all rows are one vector.
+`Form.activation_bits` chooses how activations enter a product: 8 and 16 round them to int8 and int16 per group and use the
+byte dot product, int16 as two digits of a byte each; 32 multiplies float32, or, where the byte dot product is much faster
+(`ISA.digits`), quantizes activations to 24 bits per group: three digits, whose integer sums are exact. FP8 codes are not
+integers: their products with 8 are in half precision (`ISA.half_products`). All compute, per group,
+s * sum(code * x) + b * sum(x), the second sum once per token; where b is a constant times s, that constant is a factor of the
+sum.
 
 For many tokens, a block of rows is unpacked once (`unpack_rows`) and the `unpacked` variant runs over all tokens. The order of
 summation does not depend on the number of tokens.
@@ -81,7 +82,7 @@ def rows_times_tokens(
     count, at_once = spans(b, form, groups), _spans_at_once(form, tokens)
 
     # for one token, register copies are too slow where sums restart often
-    often = form.fast and form.digits and tokens == 1 and (form.group <= CHUNK or form.bits == 2)
+    often = form.lowest_precision and form.digits and tokens == 1 and (form.group <= CHUNK or form.bits == 2)
     starts = ISA.spill(b, _starts(form, tokens) * at_once) if often else None
 
     def begins(step):
@@ -154,7 +155,7 @@ def _starts(form, tokens):
 
 def _spans_at_once(form, tokens):
     """Return the spans per iteration: several for a single token and short spans, so that unpacking overlaps."""
-    if not form.fast or tokens > 1:
+    if not form.lowest_precision or tokens > 1:
         return 1
     return max(1, (ISA.inputs_per_step_2bit if form.bits == 2 else ISA.inputs_per_step) // form.span)
 

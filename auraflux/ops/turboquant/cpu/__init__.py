@@ -190,7 +190,9 @@ def turboquant_partials(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     threshold: float = 0.0,
+    ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    causal_only(ends)
     kernel = ATTEND(Attend(q.shape[0], pages))
     tokens, heads, width = q.shape
     jobs = threads_for(count_pairs(pages, starts, tokens, _reach(window)) * heads * width)

@@ -100,7 +100,9 @@ def turboquant_partials(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     threshold: float = 0.0,
+    ends: Tensor | None = None,
 ) -> Partials:
+    causal_only(ends)
     _check(q, pages.width)
     _check_codes_only(pages)
     _check_size(pages.width, pages.key_book, pages.value_book)
