@@ -183,6 +183,12 @@ SHARED_BY_FAMILIES = {
     ("moe", "linear.cpu.routes"),
     ("moe", "linear.cuda.call"),
     ("moe", "linear.cuda.routes"),
+    # adapters run in the launches of products
+    ("lora", "linear.cuda.adapted"),
+    ("lora", "linear.cuda.call"),
+    ("lora", "linear.cuda.limits"),
+    ("lora", "linear.cuda.matvec"),
+    ("lora", "linear.cuda.routes"),
     # latents are multiplied by slices of a weight, which cuBLAS needs dequantized
     ("attention", "linear.cuda.dequantize"),
     # attention on a quantized KV cache dequantizes keys on the way: launch arguments, work items, tiles and pages are the same

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from auraflux import ops
 from auraflux.adapters.pairs import Pair
-from auraflux.ops import Clamp, Experts, Gelu, Limit, ReluSquare
+from auraflux.ops import Adapters, Clamp, Experts, Gelu, Limit, LinearInput, ReluSquare
 from auraflux.ops.moe.experts import Stack
 
 
@@ -25,7 +25,7 @@ def adapted_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, p
     x        [T, H]
     ids      [T, k]  int32
     weights  [T, k]  float32
-    slots    [T]     int32, see `add_lora`
+    slots    [T]     int32, see `Adapters`
     returns  [T, H]
     """
     parts = torch.empty(*ids.shape, x.shape[1], dtype=torch.float32, device=x.device)
@@ -42,7 +42,7 @@ def _one(x: Tensor, expert: int, experts: Experts, pairs: ExpertPairs, slots: Te
         y = ops.linear(rows, stack[expert], None if bias is None else bias[expert])
         if expert in changes:
             pair = changes[expert]
-            ops.add_lora(rows, [y], slots, [pair.a], [pair.b], overlap=True)
+            ops.add_lora(LinearInput(rows), [y], Adapters(slots, [pair.a], [pair.b]), overlap=True)
         return y
 
     up = product(x, experts.up, experts.up_bias, pairs.up)

@@ -1,4 +1,4 @@
-"""The linear layers of models: each op of `auraflux.ops`, and after it the adapters of the step.
+"""The linear layers of models: each op of `auraflux.ops`, with the adapters of the step.
 
 `active` holds the adapters of the step that runs; without any, these functions are the ops. An adapter finds its layer by the
 identity of the weight, so models need to know nothing of adapters.
@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from auraflux import ops
 from auraflux.adapters.experts import ExpertPairs, adapted_experts
 from auraflux.adapters.pairs import Pair
 from auraflux.errors import SettingsError
-from auraflux.ops import SharedExpert, combine, route, swiglu
+from auraflux.ops import Adapters, LinearInput, SharedExpert, combine, route
 from auraflux.ops.moe.reference import shared_result
 from auraflux.weights.experts.resident import LayerExperts, MixtureInput, ResidentExperts
 from auraflux.weights.formats.stored import Stored
@@ -54,32 +53,32 @@ class AdapterStep:
         """Return whether an adapter changes one of these weights."""
         return any(id(weight) in self.layers.linears for weight in weights)
 
-    def add(self, ys: Sequence[Tensor], weights: Sequence[Stored], x: Tensor, *norm: Any) -> None:
-        """Add the adapters' products to those of weights with x [..., K]; norm: delta, weight and eps of one applied first."""
-        found = [(y, pair) for y, weight in zip(ys, weights, strict=True) if (pair := self._pair(weight)) is not None]
-        if found:
-            rows = x.view(-1, x.shape[-1])
-            a, b = [pair.a for _, pair in found], [pair.b for _, pair in found]
-            outs = [y.view(-1, y.shape[-1]) for y, _ in found]
-            ops.add_lora(rows, outs, self.rows(len(rows)), a, b, *(norm or (None, None, 0.0)), True)
+    def add(self, ys: Sequence[Tensor], weights: Sequence[Stored], inputs: LinearInput) -> None:
+        """Add the adapters' products with an input to those of its weights."""
+        if self.changes(*weights):
+            rows = _in_rows(inputs)
+            ops.add_lora(rows, [y.view(-1, y.shape[-1]) for y in ys], self._adapters(weights, rows), True)
 
-    def _pair(self, weight: Stored) -> Pair | None:
-        pair = self.layers.linears.get(id(weight))
-        if pair is not None:
-            self.layers.touched.add(id(weight))
-        return pair
+    def linears(
+        self, inputs: LinearInput, weights: Sequence[Stored], biases: Biases = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run the op `lora_linears` on an input of any leading dimensions."""
+        rows, shape = _in_rows(inputs), inputs.x.shape
+        total, found = ops.lora_linears(rows, weights, self._adapters(weights, rows), biases)
+        return total.view(shape), tuple(y.view(*shape[:-1], y.shape[-1]) for y in found)
 
-    def swiglu(self, products: Sequence[Tensor], weights: Sequence[Stored], x: Tensor, *norm: Any) -> Tensor:
-        """Add the adapters' products to those of gate and up, see `add`; return silu(gate) * up."""
-        gate, up = products
-        first, second = map(self._pair, weights)
-        if first is None or second is None:
-            self.add(products, weights, x, *norm)
-            return swiglu(gate, up)
-        rows, outs = x.view(-1, x.shape[-1]), [y.view(-1, y.shape[-1]) for y in products]
-        a, b = (first.a, second.a), (first.b, second.b)
-        found = ops.add_lora_swiglu(rows, *outs, self.rows(len(rows)), a, b, *(norm or (None, None, 0.0)), True)
-        return found.view(gate.shape)
+    def gate_up(self, inputs: LinearInput, gate: Stored, up: Stored) -> tuple[Tensor, Tensor]:
+        """Run the op `lora_gate_up` on an input of any leading dimensions."""
+        rows, shape = _in_rows(inputs), inputs.x.shape
+        total, found = ops.lora_gate_up(rows, gate, up, self._adapters((gate, up), rows))
+        return total.view(shape), found.view(*shape[:-1], found.shape[-1])
+
+    def _adapters(self, weights: Sequence[Stored], inputs: LinearInput) -> Adapters:
+        """Return the adapters of an input's weights, and remember that they were used."""
+        pairs = [self.layers.linears.get(id(weight)) for weight in weights]
+        self.layers.touched.update(id(weight) for weight, pair in zip(weights, pairs, strict=True) if pair is not None)
+        a, b = [pair and pair.a for pair in pairs], [pair and pair.b for pair in pairs]
+        return Adapters(self.rows(len(inputs.x)), a, b)
 
     def rows(self, count: int) -> Tensor:
         """Return the adapter of each of so many rows."""
@@ -104,35 +103,37 @@ def adapters(step: AdapterStep | None) -> Iterator[None]:
         active.reset(token)
 
 
+def _in_rows(inputs: LinearInput) -> LinearInput:
+    x, delta = inputs.x, inputs.delta
+    return replace(inputs, x=x.view(-1, x.shape[-1]), delta=None if delta is None else delta.view(-1, x.shape[-1]))
+
+
+def _step(*weights: Stored) -> AdapterStep | None:
+    """Return the adapters of the step if they change one of these weights."""
+    step = active.get()
+    return step if step is not None and step.changes(*weights) else None
+
+
 def linear(x: Tensor, weight: Stored, bias: Tensor | None = None) -> Tensor:
-    """Run the op `linear`, then the adapters of the step."""
-    y, step = ops.linear(x, weight, bias), active.get()
-    if step is not None:
-        step.add([y], [weight], x)
-    return y
+    """Run the op `linear`, with the adapters of the step."""
+    step = _step(weight)
+    return ops.linear(x, weight, bias) if step is None else step.linears(LinearInput(x), [weight], [bias])[1][0]
 
 
 def linears(x: Tensor, weights: Sequence[Stored], biases: Biases = None) -> tuple[Tensor, ...]:
-    """Run the op `linears`, then the adapters of the step."""
-    found, step = ops.linears(x, weights, biases), active.get()
-    if step is not None:
-        step.add(found, weights, x)
-    return found
+    """Run the op `linears`, with the adapters of the step."""
+    step = _step(*weights)
+    return ops.linears(x, weights, biases) if step is None else step.linears(LinearInput(x), weights, biases)[1]
 
 
 def add_norm_linears(
     x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, weights: Sequence[Stored], biases: Biases = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Run the op `add_norm_linears`, then the adapters of the step."""
-    total, found = ops.add_norm_linears(x, delta, norm, eps, weights, biases)
-    step = active.get()
-    if step is not None:
-        step.add(found, weights, x, _rows(delta), norm, eps)
-    return total, found
-
-
-def _rows(delta: Tensor | None) -> Tensor | None:
-    return None if delta is None else delta.view(-1, delta.shape[-1])
+    """Run the op `add_norm_linears`, with the adapters of the step."""
+    step = _step(*weights)
+    if step is None:
+        return ops.add_norm_linears(x, delta, norm, eps, weights, biases)
+    return step.linears(LinearInput(x, delta, norm, eps), weights, biases)
 
 
 def add_norm_scores(
@@ -142,19 +143,18 @@ def add_norm_scores(
     h, total, found = ops.add_norm_scores(x, delta, norm, eps, weights, biases)
     step = active.get()
     if step is not None:
-        step.add(found, weights, x, _rows(delta), norm, eps)
+        step.add(found, weights, LinearInput(x, delta, norm, eps))
     return h, total, found
 
 
 def add_norm_gate_up(
     x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, gate: Stored, up: Stored
 ) -> tuple[Tensor, Tensor]:
-    """Run the op `add_norm_gate_up`; with adapters of the step, its two products apart."""
-    step = active.get()
-    if step is None or not step.changes(gate, up):
+    """Run the op `add_norm_gate_up`, with the adapters of the step."""
+    step = _step(gate, up)
+    if step is None:
         return ops.add_norm_gate_up(x, delta, norm, eps, gate, up)
-    total, products = ops.add_norm_linears(x, delta, norm, eps, (gate, up))
-    return total, step.swiglu(products, (gate, up), x, _rows(delta), norm, eps)
+    return step.gate_up(LinearInput(x, delta, norm, eps), gate, up)
 
 
 def run_mixture(experts: LayerExperts, inputs: MixtureInput) -> Tensor:
@@ -179,8 +179,9 @@ def shared_output(x: Tensor, shared: SharedExpert | Tensor | None) -> Tensor | N
         return shared_result(x, shared)
     if shared.gate is None:
         return linear(ops.relu_square(linear(x, shared.up)), shared.down)
-    both = shared.gate, shared.up
-    return linear(step.swiglu(ops.linears(x, both), both, x), shared.down)
+    if not step.changes(shared.gate, shared.up):
+        return linear(ops.gate_up_swiglu(x, shared.gate, shared.up), shared.down)
+    return linear(step.gate_up(LinearInput(x), shared.gate, shared.up)[1], shared.down)
 
 
 def run_experts(experts: LayerExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

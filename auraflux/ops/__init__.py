@@ -40,6 +40,7 @@ from auraflux.ops.delta.reference import (
     selective_scan,
     short_conv,
 )
+from auraflux.ops.linear.adapters import Adapters
 from auraflux.ops.linear.reference import (
     add_norm_gate_up,
     add_norm_linears,
@@ -49,7 +50,8 @@ from auraflux.ops.linear.reference import (
     linear,
     linears,
 )
-from auraflux.ops.lora.reference import add_lora, add_lora_swiglu
+from auraflux.ops.lora.inputs import LinearInput
+from auraflux.ops.lora.reference import add_lora, lora_gate_up, lora_linears
 from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu, Limit, ReluSquare, SharedExpert
 from auraflux.ops.moe.pool import ExpertPool
 from auraflux.ops.moe.reference import (
@@ -113,6 +115,7 @@ from auraflux.ops.turboquant.reference import (
 
 __all__ = [
     "Activation",
+    "Adapters",
     "Clamp",
     "CodePages",
     "Declined",
@@ -123,6 +126,7 @@ __all__ = [
     "LatentCodes",
     "LatentPages",
     "Limit",
+    "LinearInput",
     "Op",
     "ReluSquare",
     "Routing",
@@ -131,7 +135,6 @@ __all__ = [
     "SharedExpert",
     "TokenSelection",
     "add_lora",
-    "add_lora_swiglu",
     "add_norm_gate_up",
     "add_norm_linears",
     "add_norm_scores",
@@ -188,6 +191,8 @@ __all__ = [
     "linears",
     "llama3_frequencies",
     "longrope_mscale",
+    "lora_gate_up",
+    "lora_linears",
     "merge_partials",
     "mixture",
     "norm_rope",

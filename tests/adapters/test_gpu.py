@@ -8,9 +8,9 @@ import torch
 
 import auraflux
 from auraflux.bench.arguments import moved
-from auraflux.ops import add_lora, linear, rms_norm
+from auraflux.ops import LinearInput, add_lora, linear, lora_gate_up, lora_linears, rms_norm
 from auraflux.ops._gpu_inputs import codes
-from auraflux.ops.lora.cases import adapted
+from auraflux.ops.lora.cases import adapted, gated, products
 from tests.adapters.test_adapters import ATTENTION, EXPERTS, PROMPT, adapt, generated, llama, qwen3_moe, run_together
 from tests.adapters.test_adapters import load as load_on_cpu
 from tests.models.oracles import error, save
@@ -61,13 +61,13 @@ def test_inputs_may_be_read_before_the_products_are_complete(tokens: int):
     """In a graph, where a kernel begins before the previous one has ended."""
     w = moved(codes(4096, 4096, bits=4), "cuda")
     args = moved(adapted(tokens, 4096, (4096,), dtype=torch.bfloat16, one=True), "cuda")
-    x, norm = args["x"], torch.ones(4096, device="cuda")
+    x, norm = args["inputs"].x, torch.ones(4096, device="cuda")
 
     def chain(overlap: bool) -> list[torch.Tensor]:
         found, h = [], rms_norm(x, norm, 1e-5)
         for _ in range(8):
             found.append(linear(h, w))
-            add_lora(h, found[-1:], args["slots"], args["a"], args["b"], overlap=overlap)
+            add_lora(LinearInput(h), found[-1:], args["adapters"], overlap)
             h = rms_norm(found[-1], norm, 1e-5)
         return found
 
@@ -79,6 +79,25 @@ def test_inputs_may_be_read_before_the_products_are_complete(tokens: int):
         x.copy_(torch.randn_like(x))
         graph.replay()
         assert all(torch.equal(y, want) for y, want in zip(outs, chain(False), strict=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_replayed_products_are_equal(tokens: int):
+    """Programs that wait for others in one launch: in a graph, again and again."""
+    shapes = {"norm": True, "delta": True, "bits": 4, "dtype": torch.bfloat16}
+    qkv = moved(products(tokens, 4096, (4096, 1024, 1024), **shapes), "cuda")
+    mlp = moved(gated(tokens, 4096, 14336, **shapes), "cuda")
+
+    def both() -> list[torch.Tensor]:
+        total, found = lora_linears(**qkv)
+        return [total, *found, *lora_gate_up(**mlp)]
+
+    wanted, graph = both(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [both() for _ in range(3)]
+    for _ in range(100):
+        graph.replay()
+        assert all(torch.equal(y, want) for found in outs for y, want in zip(found, wanted, strict=True))
 
 
 def test_steps_with_adapters_are_replayed(tmp_path: Path):

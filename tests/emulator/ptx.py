@@ -21,7 +21,7 @@ PAGE = 4096
 GAP = 1 << 18  # between tensors: no 16-bit number takes a program from one to the next
 MEMORY_NBYTES = 1 << 25
 SHARED_NBYTES = 1 << 18
-IGNORED = (".reg", "griddepcontrol", "bar.", "cp.async.commit", "cp.async.wait")
+IGNORED = (".reg", "griddepcontrol", "bar.", "cp.async.commit", "cp.async.wait", "@p prefetch")
 
 
 class Lanes(Values):
@@ -273,7 +273,10 @@ class Machine(Language):
             held[parts[0]] = np.take_along_axis(value, lanes, 1).reshape(-1)
         else:
             assert op.startswith("cp.async."), statement
-            self._copy(self._place(parts[0], held)[seen], self._place(parts[1], held)[seen], int(parts[2]))
+            to, size = self._place(parts[0], held), int(parts[2])
+            full = seen & (self._value(parts[3], held) == size) if len(parts) > 3 else seen
+            self.memory[to[seen & ~full][:, None] + np.arange(size)] = 0
+            self._copy(to[full], self._place(parts[1], held)[full], size)
 
     def _place(self, text: str, held: dict[str, np.ndarray]) -> np.ndarray:
         name, _, more = text.strip("[]").partition("+")

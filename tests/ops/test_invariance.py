@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from auraflux.ops import Adapters, LinearInput
 from auraflux.ops._cases import Args, Case, all_cases, in_row_layout, tensors
 from auraflux.ops._dispatch import Declined, exact
 from auraflux.ops.simd.threads import set_threads, threads
@@ -26,8 +27,8 @@ ROWS = {
     **dict.fromkeys(("rotate", "encode", "rms_norm", "layer_norm", "split_q_gate", "relu_square"), ("x",)),
     **dict.fromkeys(("sigmoid_gate", "gate_heads"), ("x", "gate")),
     "embed": ("ids",),
-    "add_lora": ("x", "ys", "slots", "delta"),
-    "add_lora_swiglu": ("x", "gate", "up", "slots", "delta"),
+    "add_lora": ("inputs", "ys", "adapters"),
+    **dict.fromkeys(("lora_linears", "lora_gate_up"), ("inputs", "adapters")),
     "decode": ("codes", "norms"),
     "add_rms_norm": ("x", "residual"),
     **dict.fromkeys(("gated_rms_norm", "group_rms_norm"), ("x", "z")),
@@ -89,6 +90,10 @@ QUICK = 12  # cases of an op; test_parity.py has all of them
 def _row(value: Any, t: int) -> Any:
     if isinstance(value, list):
         return [_row(each, t) for each in value]
+    if isinstance(value, LinearInput):
+        return replace(value, x=_row(value.x, t), delta=_row(value.delta, t))
+    if isinstance(value, Adapters):
+        return replace(value, slots=_row(value.slots, t))
     return value[t : t + 1] if isinstance(value, Tensor) and value.dim() else value
 
 
@@ -107,7 +112,8 @@ def single(case: Case, args: Args) -> Iterator[tuple[int, Args]]:
     """Yield calls of one row each, in order, with the row's index; they share arguments updated in place."""
     name = case.op.name
     if name in ROWS:
-        for t in range(len(next(args[each] for each in ROWS[name] if args.get(each) is not None))):
+        first = next(args[each] for each in ROWS[name] if args.get(each) is not None)
+        for t in range(len(first.x if isinstance(first, LinearInput) else first)):
             yield t, {k: _row(v, t) if k in ROWS[name] else v for k, v in args.items()}
         return
     assert "starts" in args, f"no row arguments are known for {name}. Add those with a row per token to ROWS."
@@ -141,7 +147,7 @@ def parted(case: Case, backend: str = "cpu") -> str | None:
     with torch.device(backend):
         together, alone = (case.args() if backend == "cpu" else in_row_layout(case.args()) for _ in range(2))
         calls = list(single(case, alone))
-    writes = case.op.name in SEQUENCE_OPS or case.op.name in ("gated_delta_step", "expert_parts", "add_lora", "add_lora_swiglu")
+    writes = case.op.name in SEQUENCE_OPS or case.op.name in ("gated_delta_step", "expert_parts", "add_lora")
     with exact(case.exact):
         try:
             whole = results(case, together, backend)

@@ -65,7 +65,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return y.to(x.dtype)
 
 
-def _check_linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None] | None = None) -> None:
+def check_linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None] | None = None) -> None:
     check_dtype("x", x, *FLOAT_DTYPES)
     if not weights:
         raise InputError("no weights were given; at least one is needed.")
@@ -79,7 +79,7 @@ def _check_linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor
             check_shape("biases", bias, weight.shape[0])
 
 
-@op(check=_check_linears)
+@op(check=check_linears)
 def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None] | None = None) -> tuple[Tensor, ...]:
     """Multiply the same rows by several weight matrices, as the projections to queries, keys and values do.
 
@@ -102,7 +102,7 @@ def _check_add_norm_linears(
     biases: Sequence[Tensor | None] | None = None,
 ) -> None:
     check_add_rms_norm(x if delta is None else delta, x, norm, eps)
-    _check_linears(x, weights, biases)
+    check_linears(x, weights, biases)
 
 
 @op(check=_check_add_norm_linears)

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
 from auraflux.ops.activation.cpu import swiglu
+from auraflux.ops.linear.adapters import Adapters
+from auraflux.ops.linear.reference import Weight, add_norm_linears, linears
+from auraflux.ops.lora.inputs import LinearInput
+from auraflux.ops.lora.reference import add_lora as add_lora_op
 from auraflux.ops.norm.cpu import add_rms_norm, rms_norm
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, floats, int32s, jit, share, threads, workspace
 
@@ -51,22 +55,38 @@ def _add_lora(args, job, jobs):
             _add_scaled(out, floats(b + 4 * ((slot * rank + r) * height + columns.start), len(columns)), inner[r])
 
 
-def add_lora(
-    x: Tensor,
-    ys: Sequence[Tensor],
-    slots: Tensor,
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    delta: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    overlap: bool = False,
-) -> None:
-    if not all(tensor.dtype is torch.float32 for tensor in (x, *ys, *a, *b)):
+def add_lora(inputs: LinearInput, ys: Sequence[Tensor], adapters: Adapters, overlap: bool = False) -> None:
+    if not all(each.dtype is torch.float32 for each in (inputs.x, *ys, *(each for pair in adapters.pairs for each in pair))):
         raise Declined("activations or adapters are not float32")
-    h = x if norm is None else rms_norm(x, norm, eps) if delta is None else add_rms_norm(delta, x, norm, eps)[0]
-    for each in zip(ys, a, b, strict=True):
-        _add(h, slots, *each)
+    h, _ = _normed(inputs)
+    for y, a, b in zip(ys, adapters.a, adapters.b, strict=True):
+        if a is not None and b is not None:
+            _add(h, adapters.slots, y, a, b)
+
+
+def _normed(inputs: LinearInput) -> tuple[Tensor, Tensor]:
+    """Return the rows that weights multiply, and x + delta."""
+    x, delta, norm, eps = inputs.x, inputs.delta, inputs.norm, inputs.eps
+    if norm is None:
+        return x, x
+    return (rms_norm(x, norm, eps), x) if delta is None else add_rms_norm(delta, x, norm, eps)
+
+
+def lora_linears(
+    inputs: LinearInput, weights: Sequence[Weight], adapters: Adapters, biases: Sequence[Tensor | None] | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    x, delta, norm, eps = inputs.x, inputs.delta, inputs.norm, inputs.eps
+    if norm is None:
+        total, found = x, linears(x, weights, biases)
+    else:
+        total, found = add_norm_linears(x, delta, norm, eps, weights, biases)
+    add_lora_op(inputs, found, adapters)
+    return total, found
+
+
+def lora_gate_up(inputs: LinearInput, gate: Weight, up: Weight, adapters: Adapters) -> tuple[Tensor, Tensor]:
+    total, products = lora_linears(inputs, (gate, up), adapters)
+    return total, swiglu(*products)
 
 
 def _add(x: Tensor, slots: Tensor, y: Tensor, a: Tensor, b: Tensor) -> None:
@@ -76,19 +96,3 @@ def _add(x: Tensor, slots: Tensor, y: Tensor, a: Tensor, b: Tensor) -> None:
     at = (tensor.data_ptr() for tensor in (y, x, slots, a, b))
     scratch = workspace(jobs * inner_nbytes)
     _add_lora(jobs, *at, scratch, inner_nbytes, tokens, count, rank, width, height)
-
-
-def add_lora_swiglu(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    slots: Tensor,
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    delta: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    overlap: bool = False,
-) -> Tensor:
-    add_lora(x, (gate, up), slots, a, b, delta, norm, eps)
-    return swiglu(gate, up)

@@ -10,6 +10,7 @@ from auraflux.ops.norm.reference import add_rms_norm, rms_norm
 
 pytest.importorskip("triton")
 from auraflux.ops.gpu.blocks.codes import Codes
+from auraflux.ops.linear.cuda.adapted import NOT_ADAPTED
 from auraflux.ops.linear.cuda.call import NO_NORM, FusedNorm
 from auraflux.ops.linear.cuda.matvec.int4 import matvec, operands
 from auraflux.ops.linear.cuda.matvec.int4_invariant import matvec_units
@@ -40,9 +41,9 @@ def multiply(
     each = (8 if gated else 16) * tiles
     ends = tuple(sum(rows[: number + 1]) // each for number in range(len(outs)))
     args = device.put(x), normed, products, ends[:-1]
-    kernel, more = (matvec, ()) if share is None else (matvec_units, (share,))
+    kernel, adapted, more = (matvec, NOT_ADAPTED[:1], NOT_ADAPTED[1:]) if share is None else (matvec_units, (), (share,))
     for program in range(ends[-1]):
-        Machine(device, WARPS, program).program(kernel)(*args, gated, width, tiles, WARPS, DEEP, *more)
+        Machine(device, WARPS, program).program(kernel)(*args, *adapted, gated, width, tiles, WARPS, DEEP, *more)
     found = [device.get(out, nothing(1, count)).float() for out, count in zip(outs, rows, strict=False)]
     return found, device.get(total, nothing(1, width))
 

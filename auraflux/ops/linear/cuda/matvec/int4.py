@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from auraflux.ops.gpu.blocks.codes import Codes
 from auraflux.ops.gpu.device import multiprocessors
 from auraflux.ops.gpu.launch import launch
-from auraflux.ops.hopper.copy import COMMIT, COPY8, copy, wait_ptx
+from auraflux.ops.hopper.copy import COMMIT, COPY8, WAIT_ALL, copy, wait_ptx
 from auraflux.ops.hopper.mma_int4 import (
     ADDED_X,
     NORMED_X,
@@ -32,6 +32,18 @@ from auraflux.ops.hopper.mma_int4 import (
 from auraflux.ops.hopper.ptx import SYNC, WAIT_AND_LAUNCH, bf16_at, run, shared
 from auraflux.ops.hopper.reduce import sum_over
 from auraflux.ops.hopper.shared_memory import put, word_at
+from auraflux.ops.linear.adapters import Adapters
+from auraflux.ops.linear.cuda.adapted import (
+    adapted_of,
+    count_up,
+    expand_nbytes,
+    expanded,
+    request_columns,
+    request_rows,
+    shrink,
+    slots_of,
+    sum_parts,
+)
 from auraflux.ops.linear.cuda.call import NO_NORM, FusedNorm, NoNorm
 from auraflux.ops.linear.cuda.row_copies import products_of, select_weight
 from auraflux.quant import QTensor
@@ -209,7 +221,8 @@ def gated_sum(gate, up):
 
 @gluon.jit
 def matvec(
-    x, normed, products, ends, GATED: gl.constexpr, K: gl.constexpr, TILES: gl.constexpr, W: gl.constexpr, D: gl.constexpr,
+    x, normed, products, ends, adapted, GATED: gl.constexpr, K: gl.constexpr, TILES: gl.constexpr, W: gl.constexpr,
+    D: gl.constexpr, LORA: gl.constexpr,
 ):  # fmt: skip
     """Multiply one token by TILES x 16 rows per program; warp v takes runs v, v + W, ...
 
@@ -220,6 +233,8 @@ def matvec(
 
     With a norm, x is the residual stream and delta is added to it: every program adds and normalises for itself, one
     of them stores the sum, and the factor that the squares give is applied to the results.
+
+    LORA  sizes of adapters, see `adapted.py`
     """
     QUADS: gl.constexpr = K // 256
     MINE: gl.constexpr = warp_runs(K, W)
@@ -229,12 +244,20 @@ def matvec(
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     warp, lane = tid // 32, tid % 32
     g, t = lane // 4, lane % 4
-    memory, ring = shared(PER * W, tid)
+    COLUMNS: gl.constexpr = ROWS * TILES
+    memory, ring = shared(PER * W + expand_nbytes(COLUMNS, LORA.rank, 1, 2 if GATED else 1), tid)
     base = ring + warp * PER
     scales = base + D * 2048
+    if LORA.rank:
+        slots = slots_of(adapted, 1, lane, 1)
     y, row0, first, second = request(base, lane, warp, products, ends, GATED, K, TILES, W, D)
+    if LORA.rank:
+        request_rows(adapted, slots, 1, warp, lane, LORA)
+        owned = request_columns(ring + PER * W, adapted, slots, ends, row0, 1, tid, GATED, COLUMNS, LORA)
     run(WAIT_AND_LAUNCH, lane)
     xs, squares = _load_inputs(x, normed, warp, g, t, gl.program_id(0) == 0, MINE, K, W)
+    if LORA.rank:
+        inner = shrink(x, normed.delta, normed.weight, adapted, slots, 1, warp, lane, LORA)
     mine = g * 128 + ((t // 2) ^ (g % 2)) * 16 + (t % 2) * 8 + (g // 2) * 32
     found = ()
     for n in gl.static_range(TILES):
@@ -250,21 +273,31 @@ def matvec(
             total0 += gl.where(live, pair_sum(s0, b0, r0, r1, X[0], X[1]), 0.0)
             total1 += gl.where(live, pair_sum(s1_, b1_, r2, r3, X[0], X[1]), 0.0)
         found += (total0, total1)  # type: ignore[assignment]
+    if LORA.rank:
+        run(WAIT_ALL, lane)
     gl.thread_barrier()
     for n in gl.static_range(TILES):
         put(ring + (n * W + warp) * 256 + lane * 4, found[2 * n])
         put(ring + (n * W + warp) * 256 + lane * 4 + 128, found[2 * n + 1])
     if normed.weight is not None:
         put(ring + TILES * W * 256 + warp * 4, sum_over(squares, 32))
+    if LORA.rank:
+        sum_parts(ring + PER * W, adapted, inner, owned, 1, warp, lane, COLUMNS, LORA)
     gl.thread_barrier()
+    if LORA.rank:
+        count_up(adapted, lane, tid == 32 * W - 1)
     tile_at = ring + tid // ROWS % TILES * (W * 256) + tid % ROWS * 16
     out = _sum_warps(tile_at, W)
+    if LORA.rank:
+        out += expanded(ring + PER * W, 0, tid % COLUMNS, 0, 2 if GATED else 1, COLUMNS, LORA)
     factor = out
     if normed.weight is not None:
         factor = norm_factor(ring + TILES * W * 256, tid, normed.eps, K, W)
         out *= factor
     if GATED:
         up = _sum_warps(tile_at + 128, W)
+        if LORA.rank:
+            up += expanded(ring + PER * W, 0, tid % COLUMNS, 1, 2 if GATED else 1, COLUMNS, LORA)
         if normed.weight is not None:
             up *= factor
         out = gated_sum(out, up)
@@ -273,11 +306,17 @@ def matvec(
 
 
 def multiply(
-    x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], gated: bool = False, normed: FusedNorm | NoNorm = NO_NORM
+    x: Tensor,
+    weights: Sequence[QTensor],
+    outs: Sequence[Tensor],
+    gated: bool = False,
+    normed: FusedNorm | NoNorm = NO_NORM,
+    adapters: Adapters | None = None,
 ) -> None:
     """Multiply one token by up to MOST_WEIGHTS weights of one width in one launch; gated: silu(first) * second, into one out.
 
-    normed  residual add and norm applied to x first
+    normed    residual add and norm applied to x first
+    adapters  of the weights; their products are added before the gate
     """
     width, processors = weights[0].shape[1], multiprocessors(x.device)
     rows = [weight.shape[0] for weight in weights]
@@ -285,8 +324,9 @@ def multiply(
     tiles = tiles_for(rows, width, gated)
     ends = tuple(accumulate(count // (16 * tiles) for count in rows))
     splits, grid = ((), rows[0] // (8 * tiles)) if gated else (ends[:-1], ends[-1])
-    products, sizes = products_of(weights, outs, codes=operands), (gated, width, tiles, warps, deep)
-    launch(matvec, (grid,))(x, normed, products, splits, *sizes, num_warps=warps, maxnreg=cap, launch_pdl=True)
+    adapted, share = adapted_of(adapters, rows, width, 1, warps, grid, (min(grid, processors), 1))
+    products, sizes = products_of(weights, outs, codes=operands), (gated, width, tiles, warps, deep, share)
+    launch(matvec, (grid,))(x, normed, products, splits, adapted, *sizes, num_warps=warps, maxnreg=cap, launch_pdl=True)
 
 
 def launch_shape(rows: Sequence[int], width: int, gated: bool, processors: int) -> tuple[int, int, int | None]:
