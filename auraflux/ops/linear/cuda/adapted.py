@@ -42,7 +42,7 @@ EIGHT_WORDS = gl.constexpr(
 class Adapted(NamedTuple):
     """Adapters of a launch, of weights in the order of the product's.
 
-    slots    [T]        int32, the adapter of each token; those outside 0 to count - 1 mean none
+    slots    [T]        int32, the adapter of each token; those outside 0 to adapter_count - 1 mean none
     a        [S, R, K]  of each weight; of one without adapters any, with rank 0
     b        [S, R, N]  likewise
     ranks    R of each weight
@@ -57,7 +57,7 @@ class Adapted(NamedTuple):
     """
 
     slots: Tensor | None
-    count: int | None
+    adapter_count: int | None
     a: tuple[Tensor, ...] | None
     b: tuple[Tensor, ...] | None
     ranks: tuple[int, ...] | None
@@ -202,13 +202,13 @@ def _inputs(x, delta, norm, line, k, there):
         if delta is not None:
             # round as a stored sum would be
             value = (value + bf16_at(more[i // 2], i % 2)).to(gl.bfloat16).to(gl.float32)
-        found += (value,)  # type: ignore[assignment]
+        found += (value,)
     if norm is not None:
         weighed = ()
         for i in gl.static_range(4):
             four = _four_floats(norm + (k + 4 * i))
             for j in gl.static_range(4):
-                weighed += (found[4 * i + j] * four[j],)  # type: ignore[assignment]
+                weighed += (found[4 * i + j] * four[j],)
         found = weighed
     return found
 
@@ -243,7 +243,7 @@ def _part_of(adapted, slots, tokens, warp, lane, STEP: gl.constexpr, S: gl.const
         a, rank = gl.where(further, adapted.a[i].to(gl.int64), a), gl.where(further, adapted.ranks[i], rank)
         first = gl.where(further, adapted.firsts[i], first)
     there, slot = (r < adapted.total) & (token < tokens), from_lane(slots, token)
-    has = there & (slot >= 0) & (slot < adapted.count)
+    has = there & (slot >= 0) & (slot < adapted.adapter_count)
     k = part * PART + lane * 16
     line = (gl.where(has, slot * rank + r - first, 0)).to(gl.int64) * K + gl.minimum(k, K - 16)
     return token, k, a + line * 2, has, (r * T + token) * parts_held(K) + part, r < adapted.total
@@ -303,7 +303,7 @@ def _owned(adapted, ends, GATED: gl.constexpr, lane):
         owned = several
     else:
         own, _ = select_weight(gl.program_id(0), ends, several)
-        owned = (own,)
+        owned = (own,)  # type: ignore[assignment]
     return owned
 
 
@@ -327,7 +327,7 @@ def request_columns(
             e = tid + n * THREADS
             column, r, token = row0 + e % CHUNKS * 8, e // CHUNKS % RANK, e // (CHUNKS * RANK)
             slot = from_lane(slots, token % T)
-            there = (slot >= 0) & (slot < adapted.count) & (r < rank) & (token < tokens) & (column < rows)
+            there = (slot >= 0) & (slot < adapted.adapter_count) & (r < rank) & (token < tokens) & (column < rows)
             source = b + ((slot * rank + r).to(gl.int64) * rows + column)
             _copy_or_zero(at + i * T * (RANK * COLUMNS * 2) + e * 16, source, there, token < T)
     return owned
