@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WIDTH, INNER, EXPERTS, CONTEXT, VOCABULARY = 128, 64, 8, 8192, 2048
+WIDTH, INNER, EXPERTS, CONTEXT, VOCABULARY = 256, 128, 16, 8192, 4096
 SLIDING, FULL, DELTA = "sliding_attention", "full_attention", "linear_attention"
 Config = dict[str, Any]
 Parameters = dict[str, Tensor]
@@ -23,22 +23,22 @@ COMMON: Config = {
     "tie_word_embeddings": True,
     "bos_token_id": 0,
     "eos_token_id": 1,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "initializer_range": 0.02,
     "attention_dropout": 0.0,
     "use_cache": True,
     "dtype": "bfloat16",
 }
-HEADS: Config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+HEADS: Config = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
 CONFIGS: dict[str, Config] = {
     "qwen3_moe": {
         **COMMON,
         **HEADS,
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
-        "num_hidden_layers": 4,
-        "intermediate_size": 4 * INNER,
+        "num_hidden_layers": 6,
+        "intermediate_size": 512,
         "moe_intermediate_size": INNER,
         "num_experts": EXPERTS,
         "norm_topk_prob": True,
@@ -51,10 +51,10 @@ CONFIGS: dict[str, Config] = {
         **HEADS,
         "architectures": ["Qwen3_5MoeForCausalLM"],
         "model_type": "qwen3_5_moe_text",
-        "num_hidden_layers": 4,
-        "layer_types": [DELTA, DELTA, DELTA, FULL],
-        "moe_intermediate_size": INNER,
-        "shared_expert_intermediate_size": INNER,
+        "num_hidden_layers": 8,
+        "layer_types": [DELTA, DELTA, DELTA, FULL] * 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
         "num_experts": EXPERTS,
         "linear_conv_kernel_dim": 4,
         "linear_num_key_heads": 2,
@@ -69,8 +69,8 @@ CONFIGS: dict[str, Config] = {
         **HEADS,
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
-        "num_hidden_layers": 4,
-        "layer_types": [SLIDING, FULL] * 2,
+        "num_hidden_layers": 6,
+        "layer_types": [SLIDING, FULL] * 3,
         "sliding_window": 128,
         "intermediate_size": INNER,
         "num_local_experts": EXPERTS,
@@ -81,15 +81,15 @@ CONFIGS: dict[str, Config] = {
         **COMMON,
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 64,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 128,
         "kv_lora_rank": 128,
         "qk_nope_head_dim": 64,
         "qk_rope_head_dim": 32,
         "v_head_dim": 64,
-        "intermediate_size": 4 * INNER,
+        "intermediate_size": 512,
         "moe_intermediate_size": INNER,
         "n_routed_experts": EXPERTS,
         "n_shared_experts": 1,
