@@ -161,8 +161,8 @@ def test_prefill_chunks_are_replayed_with_their_own_positions(monkeypatch: pytes
         return SimpleNamespace(rejected=None, replay=replay), result
 
     monkeypatch.setattr(made.graphs, "_capture", capture)
-    monkeypatch.setattr(made, "_prefill_batch", lambda sequence, ids: made.cache.batch([sequence], len(ids)))
-    monkeypatch.setattr(plain, "_prefill_batch", lambda sequence, ids: plain.cache.batch([sequence], len(ids)))
+    monkeypatch.setattr(made, "_prefill_batch", lambda sequences, chunks: made.cache.batch(sequences, len(chunks[0])))
+    monkeypatch.setattr(plain, "_prefill_batch", lambda sequences, chunks: plain.cache.batch(sequences, len(chunks[0])))
     assert torch.equal(prefill_in_chunks(made, monkeypatch, 5), prefill_in_chunks(plain, monkeypatch, 5))
     # the first two run their Python, then one is replayed after the other
     assert [positions[0] for positions in replayed_positions] == [40, 60, 80]

@@ -89,21 +89,25 @@ def test_a_group_of_four_bit_codes_meets_its_inputs(tiles: int):
         assert close(found, codes[:, here] @ x[:, here].T, 1e-4)
 
 
-def test_pairs_of_codes_are_operands_of_a_step():
+def test_pairs_of_weights_are_operands_of_a_step():
     device = Device()
-    codes, x = codes_of(16, 64, 4), drawn(8, 64)
+    codes, x, scales = codes_of(16, 64, 4), drawn(8, 64), np.abs(drawn(16, 1))[:, 0]
+    biases = widen(narrow(-7.5 * scales))
     inputs = placed(device, narrow(x))
     machine = Hopper(device)
     made, lane = functions(machine, "mma_int4"), machine.tid
     machine.memory[: 16 * 32] = packed(codes, 4).view(np.uint8).reshape(-1)
+    machine.memory[512:576] = narrow(np.concatenate([scales, biases])).view(np.uint8)
     g, t = lane // 4, lane % 4
-    a = made["code_pairs"](g * 32 + t * 8, 8 * 32)
+    lines = [made["scaled_line"](512 + 2 * row, 32) for row in (g, g + 8)]
+    a = made["weight_pairs"](g * 32 + t * 8, 8 * 32, *lines)
     at = (inputs + (g * 64 + 16 * t) * 2).astype(np.int64)
     b = made["load_x"](made["X_GLOBAL"], "=r," * 8 + "l,l", at, at + 16)
     c = [machine.lanes(0, np.float32)] * 4
     for step in range(4):
         c = made["mma_bf16"](c, a[4 * step : 4 * step + 4], b[step], b[4 + step])
-    assert close(accumulators(c), (128 + codes) @ x.T)
+    weights = widen(narrow(codes * scales[:, None] + biases[:, None]))  # each is rounded once
+    assert close(made["WEIGHTS_SCALE"] * accumulators(c), weights @ x.T)
 
 
 @pytest.mark.parametrize("summed", [False, True])
