@@ -18,8 +18,9 @@ from auraflux.engine.calibrate import FEW_TOKENS, calibrate_keys, random_tokens
 from auraflux.engine.device import activation_dtype, chunk_for, device_memory
 from auraflux.engine.engine import Engine
 from auraflux.errors import FormatError, InputError
-from auraflux.loading.gpu_division import GpuRequest, divide
+from auraflux.loading.gpu_division import GpuDivision, GpuRequest, divide
 from auraflux.loading.gpu_plan import check_host_memory, make_pool
+from auraflux.loading.gpu_sizes import ExpertSizes
 from auraflux.loading.language_model import LanguageModel
 from auraflux.loading.memory_budget import pool_tokens
 from auraflux.machine import free_nbytes, usable_cores
@@ -260,18 +261,27 @@ def _divide(
     compute: str,
 ) -> tuple[GpuExpertPool | None, int]:
     """Divide a GPU's memory; return the pool of experts, None if all are resident, and the tokens of a prefill chunk."""
+    division, experts = divide_memory(config, bits, request, settings, sizes)
+    if division.slots is None or experts is None:
+        return None, division.chunk
+    check_host_memory(experts, free_nbytes())
+    return make_pool(experts, division.slots, device, ExpertSettings(compute=compute)), division.chunk
+
+
+def divide_memory(
+    config: dict[str, Any], bits: int | None, request: GpuRequest, settings: CacheSettings, sizes: dict[str, Any]
+) -> tuple[GpuDivision, ExpertSizes | None]:
+    """Divide a GPU's memory for a shape; return the division and the sizes of the experts, None without any.
+
+    sizes  arguments of `Cache`
+    """
     model, shapes = outlined_model(config, bits, GROUP, "cuda")
     gpu_sizes = outline_sizes(model, experts_per_token(config) if has_experts(config) else 0)
 
     def cache_nbytes(free: int, chunk: int) -> int:
         return Cache(shapes, settings, **{**sizes, "chunk": chunk}, device="meta").reserved_nbytes
 
-    division = divide(gpu_sizes, request, cache_nbytes, cache_nbytes(0, request.chunk))
-    experts = gpu_sizes.experts
-    if division.slots is None or experts is None:
-        return None, division.chunk
-    check_host_memory(experts, free_nbytes())
-    return make_pool(experts, division.slots, device, ExpertSettings(compute=compute)), division.chunk
+    return divide(gpu_sizes, request, cache_nbytes, cache_nbytes(0, request.chunk)), gpu_sizes.experts
 
 
 def cache_shapes(config: dict[str, Any]) -> list[Any]:

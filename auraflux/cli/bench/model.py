@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from auraflux.cli.bench.model_tables import show
 from auraflux.cli.options.command import Command
 from auraflux.cli.options.early_checks import check_loading
 from auraflux.cli.options.model import LOADING, load_model, model_argument, options
 from auraflux.cli.options.settings import cache_settings, expert_settings
 from auraflux.cli.output.phases import phases
-from auraflux.cli.output.units import size
 from auraflux.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from auraflux.bench.model import Ours, Speed
     from auraflux.bench.random_weights import RandomExperts
     from auraflux.bench.routing import RandomRouting
+    from auraflux.bench.whole_model import Share
     from auraflux.engine.engine import Engine
     from auraflux.loading.gpu_division import GpuRequest
     from auraflux.loading.language_model import LanguageModel
@@ -110,11 +111,14 @@ def bench_model(
     from auraflux.bench.routing import TracedRouting
 
     contenders: list[Any]
+    whole = None
     with phases() as progress:
         if invented or shape is not None:
             at = list(lengths) or [1024]
             progress(f"making random weights of {shape}")
             routing = _routing(chosen)
+            if shape is not None and layers is not None:
+                whole = _whole_share(shape, batch, max(at) + 2 * tokens, chosen)
             loaded = random_loaded(model, shape, invented, layers, batch, max(at) + 2 * tokens, chosen, routing)
             trace = routing if isinstance(routing, TracedRouting) else None
             name, contenders = f"{shape}, random weights", [Ours(loaded.scheduler, batch, _pool(loaded), trace)]
@@ -129,10 +133,12 @@ def bench_model(
             ]
         found = list(measure(contenders, at, loaded.engine.model.config.vocab, tokens, repeat, progress))
     document = _document(name, contenders[0], found, profile and invented)
+    if whole is not None:
+        document["whole_model"] = _whole_model(contenders[0], found, whole, batch)
     if as_json:
         click.echo(json.dumps(document, indent=2))
     else:
-        _show(document, found)
+        show(document, found)
 
 
 def _pool(loaded: "LanguageModel") -> "GpuExpertPool | None":
@@ -268,84 +274,42 @@ def _document(name: str, ours: "Ours", found: "list[Speed]", profile: bool) -> d
     return document
 
 
+def _whole_share(shape: str, batch: int, context: int, chosen: dict[str, Any]) -> "Share | str | None":
+    """Divide the GPU for all layers of a mixture; return why that is not possible, and None without a request for it."""
+    from auraflux.bench.shapes import shape_of
+    from auraflux.bench.whole_model import whole_share
+    from auraflux.engine.device import find_device
+    from auraflux.models.config import has_experts
+
+    device, config = find_device(chosen["device"]), shape_of(shape)
+    if (request := _gpu_request(chosen, device)) is None or not has_experts(config):
+        return None
+    rest = cache_settings(chosen), device, max(context, chosen["context"] or 0), batch
+    try:
+        return whole_share(config, chosen["quantize"] or BITS, request, *rest)
+    except SettingsError as err:
+        return str(err)
+
+
+def _whole_model(ours: "Ours", found: "list[Speed]", whole: "Share | str", batch: int) -> list[dict[str, Any]] | str:
+    """Predict the decode rate of all layers, one for each prompt length; or return why that is not possible."""
+    from auraflux.bench.model import copy_bandwidth
+    from auraflux.bench.whole_model import Share, predict
+
+    if isinstance(whole, str):
+        return whole
+    if ours.experts is None:
+        return "the layers have no experts, or all of them are on the GPU."
+    pool = ours.experts.pool
+    measured = Share(pool.slots.shape[0], len(pool.memory) / pool.slots.numel())
+    copy_s, made = pool.nbytes[0] / copy_bandwidth(ours.engine.device), []
+    for speed in found:
+        misses = 0.0 if speed.experts is None else speed.experts.misses_per_token
+        made.append(asdict(predict(measured, whole, 1 / speed.decode_rate, misses, copy_s)))
+    return made
+
+
 def _device_name(engine: "Engine") -> str:
     import torch
 
     return torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
-
-
-def _show(document: dict[str, Any], found: "list[Speed]") -> None:
-    from rich.table import Table
-
-    from auraflux.cli.output.screen import stdout
-
-    console, gpu = stdout(), document["device"]
-    where = f"{document['machine']['cpu']}, {document['machine']['cores']} cores" if gpu == "cpu" else gpu
-    console.print(f"{document['model']} on {where}")
-    weights, peak = size(document["weights_nbytes"]), size(document["peak_nbytes"])
-    console.print(f"weights {weights}, peak memory of the process {peak}, load {document['load']}")
-    if document["not_replayed_because"] is not None:
-        console.print(f"steps were not replayed: {document['not_replayed_because']}")
-    table = Table("prompt", "sequences", "", *("prefill tokens/s", "ratio", "decode tokens/s", "ratio", "cache"))
-    ours = {speed.context: speed for speed in found if speed.who.startswith("auraflux")}
-    for speed in found:
-        mine = ours[speed.context]
-        ratios = [mine.prefill_rate / speed.prefill_rate, mine.decode_rate / speed.decode_rate]
-        shown = ["" if speed is mine else f"{ratio:.2f}x" for ratio in ratios]
-        held = size(speed.cache_nbytes) if speed.cache_nbytes is not None else ""
-        rates = f"{speed.prefill_rate:.1f}", f"{speed.decode_rate:.1f}"
-        table.add_row(str(speed.context), str(speed.batch), speed.who, rates[0], shown[0], rates[1], shown[1], held)
-    console.print(table)
-    if "expert_slots" in document:
-        console.print(_expert_table(document, found))
-    if "ops_of_a_step" in document:
-        console.print(_cost_table(document))
-
-
-def _expert_table(document: dict[str, Any], found: "list[Speed]") -> Any:
-    from rich.table import Table
-
-    rate = document["copy_nbytes_per_s"]
-    title = f"decode with {document['expert_slots']:,} of {document['experts']:,} experts on the GPU"
-    title += "" if rate is None else f"; copies to it reach {rate / 1e9:.1f} GB/s"
-    table = Table(
-        "prompt",
-        "hit rate",
-        "misses/token",
-        "on the CPU",
-        "MB copied/token",
-        "GB/s",
-        "of measured peak",
-        title=title,
-        title_justify="left",
-    )
-    for speed in found:
-        if (each := speed.experts) is None:
-            continue
-        copied = each.nbytes_per_token * speed.decode_rate
-        cells = (
-            f"{each.hit_rate:.1%}",
-            f"{each.misses_per_token:.1f}",
-            f"{each.on_cpu_per_token:.1f}",
-            f"{each.nbytes_per_token / 1e6:.1f}",
-            f"{copied / 1e9:.2f}",
-        )
-        table.add_row(str(speed.context), *cells, "" if rate is None else f"{copied / rate:.0%}")
-    return table
-
-
-def _cost_table(document: dict[str, Any]) -> Any:
-    from rich.table import Table
-
-    title = "one step, without replay"
-    if "kernels_per_layer" in document:
-        title += f": {document['kernels_per_layer']} kernels per layer"
-    table = Table("op", "calls", "kernels", "us", "share", title=title)
-    costs = document["ops_of_a_step"]
-    whole = sum(cost["seconds"] for cost in costs.values()) or 1.0
-    for name, cost in costs.items():
-        kernels = "" if cost["kernels"] is None else str(cost["kernels"])
-        share = cost["seconds"] / whole
-        bar = "█" * round(20 * share)
-        table.add_row(name, str(cost["calls"] or ""), kernels, f"{cost['seconds'] * 1e6:.0f}", f"{share:4.0%} {bar}")
-    return table
