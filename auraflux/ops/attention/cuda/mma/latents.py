@@ -108,7 +108,7 @@ def fetch_quarters(to, source, left, WIDTH: gl.constexpr, COUNT: gl.constexpr, W
 
 
 @gluon.jit
-def _load_queries(q, heads, WIDTH: gl.constexpr, M: gl.constexpr):
+def load_queries(q, heads, WIDTH: gl.constexpr, M: gl.constexpr):
     """Load queries of a quarter as operands; rows beyond `heads` are zeros."""
     row, channel = offsets(M, WIDTH, gl.DotOperandLayout(0, products(M), 2))
     return gl.load(q + row * (4 * WIDTH) + channel, mask=(row < heads) & (channel >= 0), other=0.0)
@@ -181,8 +181,8 @@ def latents_mma(q_latent, q_rope, pools, index, parts, scale, heads, splits, SHA
         _fetch(K.index(i), R.index(i), latents, ropes, page, begin + i * N, end, index.pool, PAGE, N, NW)
         page = following
     line, room = token * heads + first, heads - first
-    q = _load_queries(q_latent + line.to(gl.int64) * 512, room, 128, M)
-    qr = _load_queries(q_rope + line.to(gl.int64) * 64, room, 16, M)
+    q = load_queries(q_latent + line.to(gl.int64) * 512, room, 128, M)
+    qr = load_queries(q_rope + line.to(gl.int64) * 64, room, 16, M)
     m = gl.full([M], float("-inf"), F32, gl.SliceLayout(1, gl.SliceLayout(0, L)))
     l = gl.full([M], 0.0, F32, gl.SliceLayout(1, gl.SliceLayout(0, L)))  # noqa: E741
     acc = gl.full([4, M, 128], 0.0, F32, L)
