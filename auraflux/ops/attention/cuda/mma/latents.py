@@ -76,7 +76,9 @@ def parts_of_scores(heads, positions):
     more = [[0, 0, 8 << i] for i in range((positions // 8).bit_length() - 1)]
     lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     warps = [*([0, 16 << i, 0] for i in range((heads // 16).bit_length() - 1)), [0, 0, 0], [0, 0, 0]]
-    return gl.DistributedLinearLayout([[0, 0, 1], [0, 8, 0], *more, [1, 0, 0], [2, 0, 0]], lanes, warps, [], [4, heads, positions])
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 8, 0], *more, [1, 0, 0], [2, 0, 0]], lanes, warps, [], [4, heads, positions]
+    )
 
 
 @gluon.constexpr_function
@@ -122,7 +124,7 @@ def sum_of_parts(s, X, M: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def weights_of(s, m, l):
+def weights_of(s, m, l):  # noqa: E741
     """Return softmax weights of scores to base 2, the rescaling of earlier sums, and the new maxima and sums."""
     top = gl.maximum(m, gl.max(s, 1))
     safe = gl.where(top == float("-inf"), 0.0, top)

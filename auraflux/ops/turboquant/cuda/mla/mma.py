@@ -1,8 +1,8 @@
 """MLA decode attention over codes of 4 and 8 bits by cp.async and mma.sync, in Gluon: 16 or 32 heads of one token per program.
 
-As for uncompressed latents (`attention.cuda.mma.latents`), four warps share the channels. A warp copies the codes of its quarter,
-looks up their levels, and writes these as float16 to shared memory, where it reads them twice: for scores and for the output.
-Norms multiply scores and softmax weights.
+As for uncompressed latents (`attention.cuda.mma.latents`), four warps share the channels. A warp copies the codes of its
+quarter, looks up their levels, and writes these as float16 to shared memory, where it reads them twice: for scores and for the
+output. Norms multiply scores and softmax weights.
 """
 
 from typing import NamedTuple
@@ -83,7 +83,10 @@ class Shape(NamedTuple):
 
 @gluon.constexpr_function
 def _word_ptx(bits):
-    """Return PTX that maps a word of codes to pairs of levels; inputs: the word, 4 * lane in every byte, the table's address."""
+    """Return PTX that maps a word of codes to pairs of levels.
+
+    inputs  the word, 4 * lane in every byte, the table's address
+    """
     outs = bits_to_pairs(bits)
     text = look_up_ptx(f"${outs}", [f"${n}" for n in range(outs)], f"${outs + 1}", f"${outs + 2}", bits)
     return "{.reg .b32 h, l, a, b; " + text + "}"
