@@ -140,12 +140,9 @@ def _skinny_tile(call: Call, weight: QTensor) -> str | None:
 
 
 def _tiles(call: Call) -> str | None:
-    weights = call.quantized
-    if sum(weight.shape[0] * weight.shape[1] for weight in weights) < gemm_int4_tiles.FEWEST_WEIGHTS:
-        return "dequantizing small weights is as fast"
-    if gemm_int4_tiles.plan_for(call.tokens, weights, call.x.device):
+    if gemm_int4_tiles.plan_for(call.tokens, call.quantized, call.x.device):
         return None
-    return f"{' and '.join(str(tuple(each.shape)) for each in weights)} are no multiples of 8 x {gemm_int4_tiles.LEAST_INPUTS}"
+    return f"{' and '.join(str(tuple(each.shape)) for each in call.quantized)} are no multiples of 8 x {gemm_int4_tiles.LEAST_INPUTS}"
 
 
 def _tiles_are_faster(call: Call) -> bool:

@@ -30,7 +30,7 @@ from auraflux.quant import QTensor
 
 MOST_TOKENS = 128  # beyond, dequantizing the weight for cuBLAS is as fast where memory is
 MOST_WEIGHTS = 4  # per launch
-FEWEST_WEIGHTS = 1 << 22  # dequantizing a smaller weight is as fast
+
 WARPS = 8
 LEAST_INPUTS = 128  # of a stage
 MOST_STAGES = 5
