@@ -4,12 +4,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from auraflux.ops.gpu.device import launches_early, multiprocessors, shared_nbytes
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv
 from auraflux.ops.moe.cuda.matvec.few_tokens import CpuResults, Router, SlotShape, up_slots
-from auraflux.ops.moe.cuda.matvec.few_tokens_down import down_slots
+from auraflux.ops.moe.cuda.matvec.few_tokens_down import HELD, down_slots
+from auraflux.ops.moe.cuda.matvec.few_tokens_once import COUNTERS, Buffers, slots_at_once
 from auraflux.ops.moe.cuda.stacks import Epilogue, gate_of, rows_of, shared_args, stack_args
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.pool import CpuMailbox
@@ -18,12 +20,14 @@ from auraflux.ops.moe.routing import Routing
 UP_WARPS = 16
 LATE_WARPS = 8  # where kernels do not start early: programs of one tile, all of which fit at once
 DOWN_WARPS = 8
+ONCE_REGISTERS = 80  # per thread of both in one launch: three programs fit a multiprocessor
 MOST_TILES = 5  # of a program of `up_slots`, one lane of a warp for each of their arrays
 MOST_NBYTES = 112 << 10  # of shared memory for tiles; with more, `down_slots` does not fit on the same multiprocessor
 AROUND = 8192  # bytes of shared memory other than codes, at most
 MOST_GROUPS = 256  # of 16 rows, all slots together: all their codes are in shared memory
 MOST_SLOTS = 32  # one lane for each
 MOST_CHOICES = 512  # experts whose scores fit the lanes of a warp
+MOST_COUNTED = 64  # tokens of a launch that have counters
 MOST_ORDERED = 2048  # inputs, of which each warp of `up_slots` has one quad
 
 
@@ -75,6 +79,15 @@ def _launch(
     between = x.new_empty(tokens * slots, inner)
     shared_gate_args, shared_up_args, shared_down_args = shared_args(shared_expert)
     programs, most = up_sizes(hidden, slots * inner // 16, tokens, x.device)
+    if router.cpu is None and at_once(tokens, slots, inner, x.device):
+        wide, narrow = shape._replace(width=hidden, tiles=most, warps=LATE_WARPS), shape._replace(width=inner)
+        stacks = tuple(stack_args(each) for each in (gate_of(experts), experts.up, experts.down))
+        buffers = Buffers(between, _counters(experts.up.packed))
+        launch(slots_at_once, (programs + hidden // 16, tokens))(
+            x, ids, weights, router, epilogue, stacks, shared_args(shared_expert), buffers, out, experts.rows, inner, hidden,
+            programs, wide, narrow, num_warps=DOWN_WARPS, maxnreg=ONCE_REGISTERS,
+        )  # fmt: skip
+        return out
     warps = UP_WARPS if launches_early(x.device) else LATE_WARPS
     launch(up_slots, (programs, tokens))(
         x, ids, router.scores, router.bias, stack_args(gate_of(experts)), stack_args(experts.up),
@@ -86,6 +99,24 @@ def _launch(
         shape._replace(width=inner), num_warps=DOWN_WARPS, launch_pdl=True,
     )  # fmt: skip
     return out
+
+
+def at_once(tokens: int, slots: int, inner: int, device: torch.device) -> bool:
+    """Return whether one launch serves both: without early launches, and where a warp's codes of `down_slots` fit registers."""
+    fits_registers = cdiv(slots * (inner // 256), DOWN_WARPS) <= HELD.value
+    return not launches_early(device) and fits_registers and tokens <= MOST_COUNTED
+
+
+# by the codes of the experts, so that launches that may run at the same time do not share them
+_held_counters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _counters(codes: Tensor) -> Tensor:
+    """Return the counters of up to MOST_COUNTED tokens; they never move, because graphs refer to them."""
+    if codes not in _held_counters:
+        _held_counters[codes] = torch.zeros(MOST_COUNTED, COUNTERS, dtype=torch.int32, device=codes.device)
+    held: Tensor = _held_counters[codes]
+    return held
 
 
 def order_of(experts: Experts, k: int) -> tuple[int, int]:
