@@ -21,6 +21,7 @@ UP_WARPS = 16
 LATE_WARPS = 8  # where kernels do not start early: programs of one tile, all of which fit at once
 DOWN_WARPS = 8
 ONCE_REGISTERS = 80  # per thread of both in one launch: three programs fit a multiprocessor
+ONCE_UNITS = 1  # of a warp's units of codes, in registers while it waits; the others are in shared memory
 MOST_TILES = 5  # of a program of `up_slots`, one lane of a warp for each of their arrays
 MOST_NBYTES = 112 << 10  # of shared memory for tiles; with more, `down_slots` does not fit on the same multiprocessor
 AROUND = 8192  # bytes of shared memory other than codes, at most
@@ -85,7 +86,7 @@ def _launch(
         buffers = Buffers(between, _counters(experts.up.packed))
         launch(slots_at_once, (programs + hidden // 16, tokens))(
             x, ids, weights, router, epilogue, stacks, shared_args(shared_expert), buffers, out, experts.rows, inner, hidden,
-            programs, wide, narrow, num_warps=DOWN_WARPS, maxnreg=ONCE_REGISTERS,
+            programs, wide, narrow, ONCE_UNITS, num_warps=DOWN_WARPS, maxnreg=ONCE_REGISTERS,
         )  # fmt: skip
         return out
     warps = UP_WARPS if launches_early(x.device) else LATE_WARPS

@@ -11,12 +11,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.mma_int4_groups import put_rows, row_products
-from auraflux.ops.hopper.ptx import shared
+from auraflux.ops.hopper.copy import COMMIT, COPY8, COPY16, copy, wait_ptx
+from auraflux.ops.hopper.mma_int4_groups import codes_two, put_rows, row_products, scales_two
+from auraflux.ops.hopper.ptx import run, shared
 from auraflux.ops.hopper.shared_memory import long_at, put_long
 from auraflux.ops.moe.cuda.matvec.few_tokens import BARRIERS, select_experts, up_nbytes, up_tiles
 from auraflux.ops.moe.cuda.matvec.few_tokens_down import (
-    HELD,
     SOURCES,
     hidden_of,
     load_epilogue,
@@ -24,6 +24,7 @@ from auraflux.ops.moe.cuda.matvec.few_tokens_down import (
     store_slots,
 )
 
+UNIT = gl.constexpr(2304)  # bytes of 16 rows of four groups: codes, scales, biases
 COUNTERS = 2  # of a token: programs that have stored hidden vectors, programs that have read them
 
 
@@ -79,7 +80,7 @@ def _half_at(at):
 
 
 @gluon.jit
-def _unit_at(table, unit, row0, lane, INNER: gl.constexpr):
+def _unit_at(table, unit, lane, INNER: gl.constexpr):
     """Load codes, scales and biases of a unit, four groups of a slot, from global memory, as `codes_two` and `scales_two`."""
     ROW: gl.constexpr = INNER // 2
     LINE: gl.constexpr = INNER // 32
@@ -92,6 +93,19 @@ def _unit_at(table, unit, row0, lane, INNER: gl.constexpr):
     more = g * LINE + group * 2 + t * 2
     scales, biases = long_at(entry + 8) + more, long_at(entry + 16) + more
     return words, (_half_at(scales), _half_at(scales + 8 * LINE), _half_at(biases), _half_at(biases + 8 * LINE))
+
+
+@gluon.jit
+def _request_unit(to, table, unit, lane, INNER: gl.constexpr):
+    """Copy a unit by cp.async to shared memory: 16 rows of 128 bytes of codes, then of scales, then of biases."""
+    ROW: gl.constexpr = INNER // 2
+    LINE: gl.constexpr = INNER // 32
+    entry, group = table + unit // (INNER // 256) * 24, unit % (INNER // 256) * 4
+    codes, row, chunk = long_at(entry) + group * 32, lane // 8, lane % 8
+    for n in gl.static_range(4):
+        copy(COPY16, to + (row + 4 * n) * 128 + chunk * 16, codes + (row + 4 * n) * ROW + chunk * 16, lane >= 0)
+    line = long_at(entry + 8 + lane // 16 * 8) + lane % 16 * LINE + group * 2
+    copy(COPY8, to + 2048 + lane * 8, line, lane >= 0)
 
 
 @gluon.jit
@@ -117,12 +131,13 @@ def _put_sources(table, tid, row0, chosen, down, shared_down, experts, INNER: gl
 @gluon.jit
 def slots_at_once(
     x, ids, weights, router, epilogue, stacks, shared_stacks, buffers, out, experts, inner, hidden, ups, UP: gl.constexpr,
-    DOWN: gl.constexpr,
+    DOWN: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute the experts of few tokens; grid (ups + hidden / 16, tokens).
 
     stacks, shared_stacks  gate, up and down; those of the shared expert are None without one
     UP, DOWN               shapes of the kernels that this one replaces
+    REGISTERS              units of codes that a warp has in registers; the others are in shared memory
     """
     W: gl.constexpr = DOWN.warps
     gate, up, down = stacks
@@ -130,9 +145,9 @@ def slots_at_once(
     SLOTS: gl.constexpr = DOWN.k if shared_down is None else DOWN.k + 1
     UNITS: gl.constexpr = SLOTS * (DOWN.width // 256)
     MINE: gl.constexpr = (UNITS + W - 1) // W
-    gl.static_assert(MINE <= HELD)
+    NBYTES: gl.constexpr = BARRIERS + SOURCES + UNITS * 64 + W * 64 + W * max(MINE - REGISTERS, 0) * UNIT
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
-    memory, ring = shared(max(up_nbytes(UP.width, UP.tiles, W, False), BARRIERS + SOURCES + UNITS * 64 + W * 64), tid)
+    memory, ring = shared(max(up_nbytes(UP.width, UP.tiles, W, False), NBYTES), tid)
     program, token = gl.program_id(0), gl.program_id(1).to(gl.int64)
     counter = buffers.counters.to(gl.int64) + token * 8 + tid * 0
     if program < ups:
@@ -146,7 +161,7 @@ def slots_at_once(
         row0 = (program - ups).to(gl.int64) * 16
         _down_rows(
             ids, weights, router, epilogue, down, shared_down, buffers.between, out, experts, hidden, counter, ups, token, row0,
-            ring, tid, DOWN,
+            ring, tid, DOWN, REGISTERS,
         )  # fmt: skip
     memory._keep_alive()
 
@@ -154,7 +169,7 @@ def slots_at_once(
 @gluon.jit
 def _down_rows(
     ids, weights, router, epilogue, down, shared_down, between, out, experts, hidden, counter, ups, token, row0, ring, tid,
-    SHAPE: gl.constexpr,
+    SHAPE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute 16 elements of a token's results, as `down_slots` does, once `ups` programs are counted."""
     INNER: gl.constexpr = SHAPE.width
@@ -170,20 +185,29 @@ def _down_rows(
     SCORING: gl.constexpr = SHAPE.scoring
     found, chosen = select_experts(router.scores, ids, router.bias, token, tid, experts, K - 1, K, E, SCORING)
     _put_sources(table, tid, row0, chosen, down, shared_down, experts, INNER, K)
-    held = ()
-    for i in gl.static_range(MINE):
-        held += (_unit_at(table, gl.minimum(warp * MINE + i, UNITS - 1), row0, lane, INNER),)  # type: ignore[assignment]
+    held, ahead = (), sums + UNITS * 64 + W * 64 + warp * (max(MINE - REGISTERS, 0) * UNIT)
+    for i in gl.static_range(REGISTERS, MINE):
+        _request_unit(ahead + (i - REGISTERS) * UNIT, table, gl.minimum(warp * MINE + i, UNITS - 1), lane, INNER)
+    run(COMMIT, lane)
+    for i in gl.static_range(min(MINE, REGISTERS)):
+        held += (_unit_at(table, gl.minimum(warp * MINE + i, UNITS - 1), lane, INNER),)  # type: ignore[assignment]
     added = ()
     if epilogue.residual is not None:
         added = load_epilogue(epilogue, token * hidden + row0 + tid % 16, token)
     put_shares(box, found, chosen, ids, weights, router, token, tid, experts, SHAPE)
     _await_count(counter, ups, tid)
     _leave(counter, hidden // 16, tid)
+    run(wait_ptx(0), lane)
     xs = hidden_of(between, token, warp, lane, SHAPE, SLOTS)
     total0 = (tid * 0).to(gl.float32)
     total1 = total0
     for i in gl.static_range(MINE):
-        sum0, sum1 = row_products(held[i][0], held[i][1], xs[i], None, lane, 0)
+        if i < REGISTERS:
+            unit = held[i]
+        else:
+            place = ahead + (i - REGISTERS) * UNIT
+            unit = codes_two(place, lane, 128, 1024), scales_two(place + 2048, lane, 8, 64, 16)
+        sum0, sum1 = row_products(unit[0], unit[1], xs[i], None, lane, 0)
         if SUMS == 1:
             total0, total1 = total0 + sum0, total1 + sum1
         else:
