@@ -142,7 +142,8 @@ def _skinny_tile(call: Call, weight: QTensor) -> str | None:
 def _tiles(call: Call) -> str | None:
     if gemm_int4_tiles.plan_for(call.tokens, call.quantized, call.x.device):
         return None
-    return f"{' and '.join(str(tuple(each.shape)) for each in call.quantized)} are no multiples of 8 x {gemm_int4_tiles.LEAST_INPUTS}"
+    shapes = " and ".join(str(tuple(each.shape)) for each in call.quantized)
+    return f"{shapes}: no multiples of 8 x {gemm_int4_tiles.LEAST_INPUTS}"
 
 
 def _tiles_are_faster(call: Call) -> bool:

@@ -83,7 +83,7 @@ def _launch(
     if router.cpu is None and at_once(tokens, slots, inner, x.device):
         wide, narrow = shape._replace(width=hidden, tiles=most, warps=LATE_WARPS), shape._replace(width=inner)
         stacks = tuple(stack_args(each) for each in (gate_of(experts), experts.up, experts.down))
-        buffers = Buffers(between, _counters(experts.up.packed))
+        buffers = Buffers(between, _counters(stacks[1].packed))
         launch(slots_at_once, (programs + hidden // 16, tokens))(
             x, ids, weights, router, epilogue, stacks, shared_args(shared_expert), buffers, out, experts.rows, inner, hidden,
             programs, wide, narrow, ONCE_UNITS, num_warps=DOWN_WARPS, maxnreg=ONCE_REGISTERS,

@@ -109,6 +109,11 @@ def _request_unit(to, table, unit, lane, INNER: gl.constexpr):
 
 
 @gluon.jit
+def _copied_unit(at, lane):
+    return codes_two(at, lane, 128, 1024), scales_two(at + 2048, lane, 8, 64, 16)
+
+
+@gluon.jit
 def _put_sources(table, tid, row0, chosen, down, shared_down, experts, INNER: gl.constexpr, K: gl.constexpr):
     """Store where 16 rows of each slot begin: codes, scales and biases. Slots without an expert have those of the first one."""
     ROW: gl.constexpr = INNER // 2
@@ -202,11 +207,7 @@ def _down_rows(
     total0 = (tid * 0).to(gl.float32)
     total1 = total0
     for i in gl.static_range(MINE):
-        if i < REGISTERS:
-            unit = held[i]
-        else:
-            place = ahead + (i - REGISTERS) * UNIT
-            unit = codes_two(place, lane, 128, 1024), scales_two(place + 2048, lane, 8, 64, 16)
+        unit = held[i] if i < REGISTERS else _copied_unit(ahead + (i - REGISTERS) * UNIT, lane)
         sum0, sum1 = row_products(unit[0], unit[1], xs[i], None, lane, 0)
         if SUMS == 1:
             total0, total1 = total0 + sum0, total1 + sum1
