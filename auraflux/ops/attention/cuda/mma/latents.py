@@ -51,7 +51,7 @@ class Tiling(NamedTuple):
     stages: int
 
 
-TILINGS = (Tiling(16, 2, 16, 2), Tiling(32, 1, 32, 2))
+TILINGS = (Tiling(16, 1, 32, 2), Tiling(32, 1, 32, 2))
 
 
 class Shape(NamedTuple):

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from auraflux.ops.gpu.device import launches_early, multiprocessors, shared_nbytes
+from auraflux.ops.gpu.device import launches_early, multiprocessor_nbytes, multiprocessors, shared_nbytes
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv
 from auraflux.ops.moe.cuda.matvec.few_tokens import CpuResults, Router, SlotShape, up_slots
-from auraflux.ops.moe.cuda.matvec.few_tokens_down import HELD, down_slots
-from auraflux.ops.moe.cuda.matvec.few_tokens_once import COUNTERS, Buffers, slots_at_once
+from auraflux.ops.moe.cuda.matvec.few_tokens_down import down_slots
+from auraflux.ops.moe.cuda.matvec.few_tokens_once import COUNTERS, Buffers, once_nbytes, slots_at_once
 from auraflux.ops.moe.cuda.stacks import Epilogue, gate_of, rows_of, shared_args, stack_args
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.pool import CpuMailbox
@@ -21,7 +21,7 @@ UP_WARPS = 16
 LATE_WARPS = 8  # where kernels do not start early: programs of one tile, all of which fit at once
 DOWN_WARPS = 8
 ONCE_REGISTERS = 80  # per thread of both in one launch: three programs fit a multiprocessor
-ONCE_UNITS = 1  # of a warp's units of codes, in registers while it waits; the others are in shared memory
+ONCE_UNITS = 3  # of a warp's units of codes, at most; in registers where two programs would not fit a multiprocessor
 MOST_TILES = 5  # of a program of `up_slots`, one lane of a warp for each of their arrays
 MOST_NBYTES = 112 << 10  # of shared memory for tiles; with more, `down_slots` does not fit on the same multiprocessor
 AROUND = 8192  # bytes of shared memory other than codes, at most
@@ -86,7 +86,7 @@ def _launch(
         buffers = Buffers(between, _counters(stacks[1].packed))
         launch(slots_at_once, (programs + hidden // 16, tokens))(
             x, ids, weights, router, epilogue, stacks, shared_args(shared_expert), buffers, out, experts.rows, inner, hidden,
-            programs, wide, narrow, ONCE_UNITS, num_warps=DOWN_WARPS, maxnreg=ONCE_REGISTERS,
+            programs, wide, narrow, units_in_registers(hidden, inner, slots, x.device), num_warps=DOWN_WARPS, maxnreg=ONCE_REGISTERS,
         )  # fmt: skip
         return out
     warps = UP_WARPS if launches_early(x.device) else LATE_WARPS
@@ -103,9 +103,15 @@ def _launch(
 
 
 def at_once(tokens: int, slots: int, inner: int, device: torch.device) -> bool:
-    """Return whether one launch serves both: without early launches, and where a warp's codes of `down_slots` fit registers."""
-    fits_registers = cdiv(slots * (inner // 256), DOWN_WARPS) <= HELD.value
-    return not launches_early(device) and fits_registers and tokens <= MOST_COUNTED
+    """Return whether one launch serves both: without early launches, and where a warp of `down_slots` has few codes."""
+    few = cdiv(slots * (inner // 256), DOWN_WARPS) <= ONCE_UNITS and tokens <= MOST_COUNTED
+    return few and not launches_early(device)
+
+
+def units_in_registers(hidden: int, inner: int, slots: int, device: torch.device) -> int:
+    """Return how many of a warp's units of codes are in registers, so that two programs fit a multiprocessor."""
+    fits = (n for n in range(ONCE_UNITS) if 2 * once_nbytes(hidden, inner, slots, DOWN_WARPS, n) + 4096 <= multiprocessor_nbytes(device))
+    return next(fits, ONCE_UNITS)
 
 
 # by the codes of the experts, so that launches that may run at the same time do not share them

@@ -28,6 +28,14 @@ UNIT = gl.constexpr(2304)  # bytes of 16 rows of four groups: codes, scales, bia
 COUNTERS = 2  # of a token: programs that have stored hidden vectors, programs that have read them
 
 
+@gluon.constexpr_function
+def once_nbytes(hidden, inner, slots, warps, registers):
+    """Return the shared memory of a program; a warp has `registers` of its units of codes in registers."""
+    units = slots * (inner // 256)
+    copied = max((units + warps - 1) // warps - registers, 0)
+    return max(up_nbytes(hidden, 1, warps, False), 128 + 768 + units * 64 + warps * 64 + warps * copied * 2304)
+
+
 class Buffers(NamedTuple):
     """Hidden vectors between the kernels, and the counters of each token, zero between launches."""
 
@@ -148,11 +156,8 @@ def slots_at_once(
     gate, up, down = stacks
     shared_gate, shared_up, shared_down = shared_stacks
     SLOTS: gl.constexpr = DOWN.k if shared_down is None else DOWN.k + 1
-    UNITS: gl.constexpr = SLOTS * (DOWN.width // 256)
-    MINE: gl.constexpr = (UNITS + W - 1) // W
-    NBYTES: gl.constexpr = BARRIERS + SOURCES + UNITS * 64 + W * 64 + W * max(MINE - REGISTERS, 0) * UNIT
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
-    memory, ring = shared(max(up_nbytes(UP.width, UP.tiles, W, False), NBYTES), tid)
+    memory, ring = shared(once_nbytes(UP.width, DOWN.width, SLOTS, W, REGISTERS), tid)
     program, token = gl.program_id(0), gl.program_id(1).to(gl.int64)
     counter = buffers.counters.to(gl.int64) + token * 8 + tid * 0
     if program < ups:
