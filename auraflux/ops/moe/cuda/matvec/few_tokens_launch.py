@@ -82,11 +82,12 @@ def _launch(
     programs, most = up_sizes(hidden, slots * inner // 16, tokens, x.device)
     if router.cpu is None and at_once(tokens, slots, inner, x.device):
         wide, narrow = shape._replace(width=hidden, tiles=most, warps=LATE_WARPS), shape._replace(width=inner)
+        held = units_in_registers(hidden, inner, slots, x.device)
         stacks = tuple(stack_args(each) for each in (gate_of(experts), experts.up, experts.down))
         buffers = Buffers(between, _counters(stacks[1].packed))
         launch(slots_at_once, (programs + hidden // 16, tokens))(
             x, ids, weights, router, epilogue, stacks, shared_args(shared_expert), buffers, out, experts.rows, inner, hidden,
-            programs, wide, narrow, units_in_registers(hidden, inner, slots, x.device), num_warps=DOWN_WARPS, maxnreg=ONCE_REGISTERS,
+            programs, wide, narrow, held, num_warps=DOWN_WARPS, maxnreg=ONCE_REGISTERS,
         )  # fmt: skip
         return out
     warps = UP_WARPS if launches_early(x.device) else LATE_WARPS
@@ -110,7 +111,11 @@ def at_once(tokens: int, slots: int, inner: int, device: torch.device) -> bool:
 
 def units_in_registers(hidden: int, inner: int, slots: int, device: torch.device) -> int:
     """Return how many of a warp's units of codes are in registers, so that two programs fit a multiprocessor."""
-    fits = (n for n in range(ONCE_UNITS) if 2 * once_nbytes(hidden, inner, slots, DOWN_WARPS, n) + 4096 <= multiprocessor_nbytes(device))
+    fits = (
+        n
+        for n in range(ONCE_UNITS)
+        if 2 * once_nbytes(hidden, inner, slots, DOWN_WARPS, n) + 4096 <= multiprocessor_nbytes(device)
+    )
     return next(fits, ONCE_UNITS)
 
 
