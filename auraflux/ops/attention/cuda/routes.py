@@ -265,7 +265,7 @@ ATTENTION: Routes[Attend, None] = Routes(
 LATENT: Routes[AttendLatent, None] = Routes(
     Route("mla_columns", _refuses_mla_columns, _mla_columns, invariant=True),
     Route("mla_rows", _refuses_mla_rows, _mla_rows, invariant=True),
-    Route("latents_mma", _refuses_latents_mma, _latents_mma, invariant=True),
+    Route("latents_mma", _refuses_latents_mma, _latents_mma),
     Route("flash_paged", _never, _flash_latent),
 )
 HEAD_PRODUCTS: Routes[HeadProducts, None] = Routes(

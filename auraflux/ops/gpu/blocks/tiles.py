@@ -63,33 +63,6 @@ def weights_tile(
         return weight_value(value, scale_value(codes.scales, at, there, FORM), bias_value(codes.biases, at, there, FORM), FORM)
 
 
-@triton.constexpr_function
-def _pair_ptx():
-    """Return PTX that multiplies two codes of four bits by scales and adds biases in bf16: $0 of $1, $2, scales $3, biases $4.
-
-    128 + code is exact in bf16.
-    """
-    text = "{.reg .b32 c, one, less; mov.b32 one,0x3F803F80; mov.b32 less,0xC300C300; prmt.b32 c,$1,$2,0x5410;"
-    text += "lop3.b32 c,c,0x000F000F,0x43004300,0xEA; fma.rn.bf16x2 c,c,one,less; fma.rn.bf16x2 $0,c,$3,$4;}"
-    return text
-
-
-@triton.jit
-def weights_tile_int4(codes, row, rows, start, K, GROUP: tl.constexpr, BK: tl.constexpr):
-    """Load affine four-bit weights [ROWS, BK] from column `start` on, within a group, in bf16: two numbers an instruction."""
-    there = (row < rows)[:, None]
-    wide = row.to(tl.int64)[:, None]
-    word = start // 8 + tl.arange(0, BK // 8)
-    bits = tl.load(codes.packed + wide * (K // 8) + word[None, :], mask=there, other=0)
-    bits = tl.join(bits, bits >> 16)
-    bits = tl.join(bits, bits >> 8)
-    bits = tl.reshape(tl.join(bits, bits >> 4), [row.shape[0], BK])
-    at = wide * (K // GROUP) + start // GROUP
-    scale, bias = tl.load(codes.scales + at, mask=there, other=0.0), tl.load(codes.biases + at, mask=there, other=0.0)
-    scale, bias, bits = tl.broadcast(scale, bits)[0], tl.broadcast(bias, bits)[0], bits
-    return tl.inline_asm_elementwise(_pair_ptx(), "=r,r,r,r,r", [bits, scale, bias], dtype=tl.bfloat16, is_pure=True, pack=2)
-
-
 @triton.jit
 def tokens_tile(x, token, tokens, start, K, BK: tl.constexpr):
     """Load columns of tokens, [BK, TOKENS]."""

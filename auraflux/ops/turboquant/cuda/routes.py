@@ -130,6 +130,8 @@ def _refuses_rows(call: AttendLatent) -> str | None:
 
 
 def _refuses_latents_mma(call: AttendLatent) -> str | None:
+    if call.pages.bits != mla_mma.BITS or call.pages.full_precision is not None:
+        return f"{call.pages.bits} bits, or full-precision latents; the route serves {mla_mma.BITS} bits without"
     return _not_latents(call) or not_gluon(call.q.device)
 
 
@@ -250,7 +252,7 @@ ATTEND_LATENT: Routes[AttendLatent, Tensor] = Routes(
     Route("no new tokens", _refuses_no_queries, lambda call: torch.empty_like(call.q), invariant=True),
     Route("mla_columns", _refuses_columns, lambda call: mla_head_columns.attend_code_columns(*call), invariant=True),
     Route("mla_rows", _refuses_rows, lambda call: mla_head_rows.attend_code_rows(*call), invariant=True),
-    Route("latents_mma", _refuses_latents_mma, lambda call: mla_mma.attend_latent_codes(*call), invariant=True),
+    Route("latents_mma", _refuses_latents_mma, lambda call: mla_mma.attend_latent_codes(*call)),
     Route("flash_codes", _never, lambda call: prefill_flash_codes_launch.attend_latent(*call)),
 )
 APPEND: Routes[Append, None] = Routes(

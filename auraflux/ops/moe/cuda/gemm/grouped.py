@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.gpu.blocks.tiles import COLUMNS, columns_of, tokens_tile, weights_tile, weights_tile_int4
-from auraflux.ops.gpu.device import INTERPRETED
+from auraflux.ops.gpu.blocks.tiles import columns_of, tokens_tile, weights_tile
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv, power_of_two
 from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, biased_stack_args, form, gate_of, of_expert, rows_of
@@ -33,7 +32,6 @@ class GroupedShape(NamedTuple):
     activation            see `activate`; none in `down_many`
     bits, group, form     of the weights
     rows, tokens, columns of a tile
-    paired                weights are made two at a time, see `weights_tile_int4`
     """
 
     activation: str
@@ -43,19 +41,6 @@ class GroupedShape(NamedTuple):
     rows: int
     tokens: int
     columns: int
-    paired: bool
-
-
-@triton.jit
-def _weights(codes, row, rows, start, K, SHAPE: tl.constexpr):
-    BITS: tl.constexpr = SHAPE.bits
-    GROUP: tl.constexpr = SHAPE.group
-    FORM: tl.constexpr = SHAPE.form
-    BK: tl.constexpr = SHAPE.columns
-    if SHAPE.paired:
-        return weights_tile_int4(codes, row, rows, start, K, GROUP, BK)
-    else:  # noqa: RET505
-        return weights_tile(codes, row, rows, start, K, BITS, GROUP, FORM, BK)
 
 
 @triton.jit(do_not_specialize_on_alignment=["pairs"])
@@ -91,6 +76,8 @@ def up_many(
     x, blocks, gate, up, out, experts, tokens, k, inner, hidden, activation, SHAPE: tl.constexpr
 ):  # fmt: skip
     KIND: tl.constexpr = SHAPE.activation
+    BITS: tl.constexpr = SHAPE.bits
+    GROUP: tl.constexpr = SHAPE.group
     FORM: tl.constexpr = SHAPE.form
     ROWS: tl.constexpr = SHAPE.rows
     TOKENS: tl.constexpr = SHAPE.tokens
@@ -109,9 +96,9 @@ def up_many(
     for start in range(0, hidden, BK):
         value = tokens_tile(x, token, tokens, start, hidden, BK)
         if KIND != "relu2":
-            w = _weights(first, row, inner, start, hidden, SHAPE)
+            w = weights_tile(first, row, inner, start, hidden, BITS, GROUP, FORM, BK)
             g = tl.dot(w.to(value.dtype), value, g, input_precision=PRECISION)
-        w = _weights(second, row, inner, start, hidden, SHAPE)
+        w = weights_tile(second, row, inner, start, hidden, BITS, GROUP, FORM, BK)
         u = tl.dot(w.to(value.dtype), value, u, input_precision=PRECISION)
     g = add_bias(g, gate.bias, (expert * gate.bias_step + row)[:, None], (row < inner)[:, None])
     u = add_bias(u, up.bias, (expert * up.bias_step + row)[:, None], (row < inner)[:, None])
@@ -124,6 +111,8 @@ def up_many(
 def down_many(
     x, blocks, down, out, experts, pairs, inner, hidden, SHAPE: tl.constexpr
 ):  # fmt: skip
+    BITS: tl.constexpr = SHAPE.bits
+    GROUP: tl.constexpr = SHAPE.group
     FORM: tl.constexpr = SHAPE.form
     ROWS: tl.constexpr = SHAPE.rows
     TOKENS: tl.constexpr = SHAPE.tokens
@@ -139,7 +128,7 @@ def down_many(
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for start in range(0, inner, BK):
         value = tokens_tile(x, pair, pairs, start, inner, BK)
-        w = _weights(codes, row, hidden, start, inner, SHAPE)
+        w = weights_tile(codes, row, hidden, start, inner, BITS, GROUP, FORM, BK)
         total = tl.dot(w.to(value.dtype), value, total, input_precision=PRECISION)
     total = add_bias(total, down.bias, (expert * down.bias_step + row)[:, None], (row < hidden)[:, None])
     there = (row < hidden)[:, None] & (pair < pairs)[None, :]
@@ -162,10 +151,9 @@ def grouped(ids: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor]:
     return placed, owner
 
 
-def _shape(activation: str, stack: Stack, rows: int, tokens: int, dtype: torch.dtype) -> GroupedShape:
+def _shape(activation: str, stack: Stack, rows: int, tokens: int) -> GroupedShape:
     bits, group, layout = cast("tuple[int, int, str]", tuple(form(stack).values()))
-    paired = not INTERPRETED and dtype is torch.bfloat16 and (bits, layout) == (4, "affine") and group >= COLUMNS
-    return GroupedShape(activation, bits, group, layout, rows, tokens, columns_of(stack), paired)
+    return GroupedShape(activation, bits, group, layout, rows, tokens, columns_of(stack))
 
 
 def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
@@ -181,10 +169,10 @@ def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None
     launch(up_many, (cdiv(inner, rows), len(owner)))(
         x, (placed, owner), biased_stack_args(gate, experts.gate_bias), biased_stack_args(experts.up, experts.up_bias), between,
         experts.rows, tokens, k, inner, hidden, (alpha, limit),
-        _shape(kind, gate, rows, size, x.dtype), num_warps=warps, num_stages=STAGES,
+        _shape(kind, gate, rows, size), num_warps=warps, num_stages=STAGES,
     )  # fmt: skip
     rows, warps = DOWN_TILE
     launch(down_many, (cdiv(hidden, rows), len(owner)))(
         between, (placed, owner), biased_stack_args(down, experts.down_bias), parts, experts.rows, pairs, inner, hidden,
-        _shape("", down, rows, size, x.dtype), num_warps=warps, num_stages=STAGES,
+        _shape("", down, rows, size), num_warps=warps, num_stages=STAGES,
     )  # fmt: skip

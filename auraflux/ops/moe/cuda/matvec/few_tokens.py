@@ -135,15 +135,18 @@ def up_slots(
     memory, ring = shared(up_nbytes(SHAPE.width, SHAPE.tiles, SHAPE.warps, launches_early()), tid)
     weights, shared_weights = (gate, up), (shared_gate, shared_up)
     place = gl.program_id(0), gl.num_programs(0), gl.program_id(1).to(gl.int64)
-    up_tiles(x, ids, scores, bias, weights, shared_weights, out, experts, inner, place, ring, tid, SHAPE)
+    up_tiles(x, (ids, scores, bias), weights, shared_weights, out, experts, inner, place, ring, tid, SHAPE)
     memory._keep_alive()
 
 
 @gluon.jit
-def up_tiles(
-    x, ids, scores, bias, weights, shared_weights, out, experts, inner, place, ring, tid, SHAPE: gl.constexpr
-):  # fmt: skip
-    """Compute the tiles of one program; `place` is its number, the number of programs, and its token."""
+def up_tiles(x, choice, weights, shared_weights, out, experts, inner, place, ring, tid, SHAPE: gl.constexpr):
+    """Compute the tiles of one program.
+
+    choice                   ids, scores and their bias
+    weights, shared_weights  gate and up
+    place                    the program's number, the number of programs, and the token
+    """
     H: gl.constexpr = SHAPE.width
     K: gl.constexpr = SHAPE.k
     E: gl.constexpr = SHAPE.experts
@@ -157,6 +160,7 @@ def up_tiles(
     SETS: gl.constexpr = (H // 256 + SIDE - 1) // SIDE
     # sums of a row: of each warp, or without TMA, with half as many warps, of each set: they add up in the same order
     SUMS: gl.constexpr = SIDE if launches_early() else SIDE * SETS
+    ids, scores, bias = choice
     gate, up = weights
     shared_gate, shared_up = shared_weights
     program, programs, token = place

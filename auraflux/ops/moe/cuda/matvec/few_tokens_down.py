@@ -203,9 +203,8 @@ def down_slots(
         put_rows(sums + warp * 64, lane, total0, total1)
     gl.thread_barrier()
     WEIGHTED: gl.constexpr = ids is None or weights is not None or router.ids is not None
-    store_slots(
-        sums, box, chosen, added, router.cpu, epilogue, shared_down, out, experts, hidden, token, row0, tid, WEIGHTED, SHAPE
-    )
+    found, place = (sums, box, chosen, added), (token, row0, tid)
+    store_slots(found, router.cpu, epilogue, shared_down, out, experts, hidden, place, WEIGHTED, SHAPE)
     memory._keep_alive()
 
 
@@ -231,13 +230,15 @@ def put_shares(box, found, chosen, ids, weights, router, token, tid, experts, SH
 
 @gluon.jit
 def store_slots(
-    sums, box, chosen, added, cpu, epilogue, shared_down, out, experts, hidden, token, row0, tid, WEIGHTED: gl.constexpr,
-    SHAPE: gl.constexpr,
+    found, cpu, epilogue, shared_down, out, experts, hidden, place, WEIGHTED: gl.constexpr, SHAPE: gl.constexpr
 ):  # fmt: skip
     """Add up the sums of each slot, and the slots by their weights, and store 16 elements of a token's results.
 
-    added  of `load_epilogue`
+    found  addresses of the sums and of the weights, the experts, and what `load_epilogue` returned
+    place  token, first row, thread
     """
+    sums, box, chosen, added = found
+    token, row0, tid = place
     INNER: gl.constexpr = SHAPE.width
     K: gl.constexpr = SHAPE.k
     W: gl.constexpr = SHAPE.warps

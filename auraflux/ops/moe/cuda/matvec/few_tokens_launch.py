@@ -28,7 +28,6 @@ AROUND = 8192  # bytes of shared memory other than codes, at most
 MOST_GROUPS = 256  # of 16 rows, all slots together: all their codes are in shared memory
 MOST_SLOTS = 32  # one lane for each
 MOST_CHOICES = 512  # experts whose scores fit the lanes of a warp
-MOST_COUNTED = 64  # tokens of a launch that have counters
 MOST_ORDERED = 2048  # inputs, of which each warp of `up_slots` has one quad
 
 
@@ -80,14 +79,15 @@ def _launch(
     between = x.new_empty(tokens * slots, inner)
     shared_gate_args, shared_up_args, shared_down_args = shared_args(shared_expert)
     programs, most = up_sizes(hidden, slots * inner // 16, tokens, x.device)
-    if router.cpu is None and at_once(tokens, slots, inner, x.device):
+    weighed = router.ids is None and (ids is None or weights is not None)
+    if weighed and router.cpu is None and at_once(tokens, slots, inner, x.device):
         wide, narrow = shape._replace(width=hidden, tiles=most, warps=LATE_WARPS), shape._replace(width=inner)
         held = units_in_registers(hidden, inner, slots, x.device)
         stacks = tuple(stack_args(each) for each in (gate_of(experts), experts.up, experts.down))
         buffers = Buffers(between, _counters(stacks[1].packed))
         launch(slots_at_once, (programs + hidden // 16, tokens))(
-            x, ids, weights, router, epilogue, stacks, shared_args(shared_expert), buffers, out, experts.rows, inner, hidden,
-            programs, wide, narrow, held, num_warps=DOWN_WARPS, maxnreg=ONCE_REGISTERS,
+            x, given, router, epilogue, stacks, shared_args(shared_expert), buffers, out, (experts.rows, inner, hidden, programs),
+            wide, narrow, held, num_warps=DOWN_WARPS, maxnreg=ONCE_REGISTERS,
         )  # fmt: skip
         return out
     warps = UP_WARPS if launches_early(x.device) else LATE_WARPS
@@ -104,8 +104,8 @@ def _launch(
 
 
 def at_once(tokens: int, slots: int, inner: int, device: torch.device) -> bool:
-    """Return whether one launch serves both: without early launches, and where a warp of `down_slots` has few codes."""
-    few = cdiv(slots * (inner // 256), DOWN_WARPS) <= ONCE_UNITS and tokens <= MOST_COUNTED
+    """Return whether one launch serves both for a token: without early launches, and where a warp of `down_slots` has few codes."""
+    few = cdiv(slots * (inner // 256), DOWN_WARPS) <= ONCE_UNITS and tokens == 1
     return few and not launches_early(device)
 
 
@@ -124,9 +124,9 @@ _held_counters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _counters(codes: Tensor) -> Tensor:
-    """Return the counters of up to MOST_COUNTED tokens; they never move, because graphs refer to them."""
+    """Return the counters of a token; they never move, because graphs refer to them."""
     if codes not in _held_counters:
-        _held_counters[codes] = torch.zeros(MOST_COUNTED, COUNTERS, dtype=torch.int32, device=codes.device)
+        _held_counters[codes] = torch.zeros(1, COUNTERS, dtype=torch.int32, device=codes.device)
     held: Tensor = _held_counters[codes]
     return held
 

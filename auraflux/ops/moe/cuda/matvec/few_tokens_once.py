@@ -143,16 +143,19 @@ def _put_sources(table, tid, row0, chosen, down, shared_down, experts, INNER: gl
 
 @gluon.jit
 def slots_at_once(
-    x, ids, weights, router, epilogue, stacks, shared_stacks, buffers, out, experts, inner, hidden, ups, UP: gl.constexpr,
-    DOWN: gl.constexpr, REGISTERS: gl.constexpr,
+    x, given, router, epilogue, stacks, shared_stacks, buffers, out, sizes, UP: gl.constexpr, DOWN: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute the experts of few tokens; grid (ups + hidden / 16, tokens).
 
+    given                  ids and weights, or None
     stacks, shared_stacks  gate, up and down; those of the shared expert are None without one
+    sizes                  experts, inner, hidden, ups: programs of the first kernel
     UP, DOWN               shapes of the kernels that this one replaces
     REGISTERS              units of codes that a warp has in registers; the others are in shared memory
     """
     W: gl.constexpr = DOWN.warps
+    experts, inner, hidden, ups = sizes
     gate, up, down = stacks
     shared_gate, shared_up, shared_down = shared_stacks
     SLOTS: gl.constexpr = DOWN.k if shared_down is None else DOWN.k + 1
@@ -162,26 +165,42 @@ def slots_at_once(
     counter = buffers.counters.to(gl.int64) + token * 8 + tid * 0
     if program < ups:
         place = program, ups, token
-        up_tiles(
-            x, ids, router.scores, router.bias, (gate, up), (shared_gate, shared_up), buffers.between, experts, inner, place,
-            ring, tid, UP,
-        )  # fmt: skip
+        choice, shared_pair = (given[0], router.scores, router.bias), (shared_gate, shared_up)
+        up_tiles(x, choice, (gate, up), shared_pair, buffers.between, experts, inner, place, ring, tid, UP)
         _count_up(counter, tid)
     else:
         row0 = (program - ups).to(gl.int64) * 16
+        down_place = token, row0, tid
         _down_rows(
-            ids, weights, router, epilogue, down, shared_down, buffers.between, out, experts, hidden, counter, ups, token, row0,
-            ring, tid, DOWN, REGISTERS,
-        )  # fmt: skip
+            given,
+            router,
+            epilogue,
+            (down, shared_down),
+            buffers.between,
+            out,
+            sizes,
+            counter,
+            down_place,
+            ring,
+            DOWN,
+            REGISTERS,
+        )
     memory._keep_alive()
 
 
 @gluon.jit
 def _down_rows(
-    ids, weights, router, epilogue, down, shared_down, between, out, experts, hidden, counter, ups, token, row0, ring, tid,
-    SHAPE: gl.constexpr, REGISTERS: gl.constexpr,
+    given, router, epilogue, stacks, between, out, sizes, counter, place, ring, SHAPE: gl.constexpr, REGISTERS: gl.constexpr
 ):  # fmt: skip
-    """Compute 16 elements of a token's results, as `down_slots` does, once `ups` programs are counted."""
+    """Compute 16 elements of a token's results, as `down_slots` does, once all of the first kernel are counted.
+
+    stacks  down, and that of the shared expert
+    place   token, first row, thread
+    """
+    ids, weights = given
+    down, shared_down = stacks
+    experts, _, hidden, ups = sizes
+    token, row0, tid = place
     INNER: gl.constexpr = SHAPE.width
     K: gl.constexpr = SHAPE.k
     W: gl.constexpr = SHAPE.warps
@@ -222,4 +241,5 @@ def _down_rows(
         put_rows(sums + warp * 64, lane, total0, total1)
     gl.thread_barrier()
     WEIGHTED: gl.constexpr = ids is None or weights is not None or router.ids is not None
-    store_slots(sums, box, chosen, added, None, epilogue, shared_down, out, experts, hidden, token, row0, tid, WEIGHTED, SHAPE)
+    slots = sums, box, chosen, added
+    store_slots(slots, None, epilogue, shared_down, out, experts, hidden, place, WEIGHTED, SHAPE)

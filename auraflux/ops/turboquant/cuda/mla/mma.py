@@ -13,7 +13,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from auraflux.ops.attention.cuda.mma.latents import (
+from auraflux.ops.gpu.blocks.pages import index_of
+from auraflux.ops.gpu.blocks.softmax import LOG2E
+from auraflux.ops.gpu.device import multiprocessors
+from auraflux.ops.gpu.launch import launch
+from auraflux.ops.gpu.sizes import cdiv, power_of_two
+from auraflux.ops.hopper.latent_tiles import (
     NARROW,
     TILE,
     Tiling,
@@ -32,11 +37,6 @@ from auraflux.ops.attention.cuda.mma.latents import (
     warps_of,
     weights_of,
 )
-from auraflux.ops.gpu.blocks.pages import index_of
-from auraflux.ops.gpu.blocks.softmax import LOG2E
-from auraflux.ops.gpu.device import multiprocessors
-from auraflux.ops.gpu.launch import launch
-from auraflux.ops.gpu.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.ptx import SHARED_BASE
 from auraflux.ops.hopper.split_kv import empty_split_partials, invariant_split_keys, split_range, splits_for
 from auraflux.ops.turboquant.cuda.arguments import CodeTensors
@@ -59,6 +59,7 @@ from auraflux.ops.turboquant.cuda.mla.merge import hadamard_queries, merge_rotat
 from auraflux.ops.turboquant.pages import LatentCodes
 
 LATENT = 512
+BITS = 8  # of the codes for which results on a GPU were compared
 TILINGS = (Tiling(16, 2, 16, 2), Tiling(32, 1, 32, 2))
 MIXED = 16  # neighbouring channels of a merging program, which has those of all quarters
 F16, BF, F32 = gl.constexpr(gl.float16), gl.constexpr(gl.bfloat16), gl.constexpr(gl.float32)
