@@ -85,9 +85,10 @@ def _launch(
         held = units_in_registers(hidden, inner, slots, x.device)
         stacks = tuple(stack_args(each) for each in (gate_of(experts), experts.up, experts.down))
         buffers = Buffers(between, _counters(stacks[1].packed))
+        sizes = experts.rows, inner, hidden, programs
         launch(slots_at_once, (programs + hidden // 16, tokens))(
-            x, given, router, epilogue, stacks, shared_args(shared_expert), buffers, out, (experts.rows, inner, hidden, programs),
-            wide, narrow, held, num_warps=DOWN_WARPS, maxnreg=ONCE_REGISTERS,
+            x, given, router, epilogue, stacks, shared_args(shared_expert), buffers, out, sizes, wide, narrow, held,
+            num_warps=DOWN_WARPS, maxnreg=ONCE_REGISTERS,
         )  # fmt: skip
         return out
     warps = UP_WARPS if launches_early(x.device) else LATE_WARPS
@@ -104,7 +105,7 @@ def _launch(
 
 
 def at_once(tokens: int, slots: int, inner: int, device: torch.device) -> bool:
-    """Return whether one launch serves both for a token: without early launches, and where a warp of `down_slots` has few codes."""
+    """Return whether one launch serves both for a token: where kernels do not start early and a warp has few codes."""
     few = cdiv(slots * (inner // 256), DOWN_WARPS) <= ONCE_UNITS and tokens == 1
     return few and not launches_early(device)
 

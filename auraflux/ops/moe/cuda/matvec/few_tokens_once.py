@@ -155,7 +155,7 @@ def slots_at_once(
     REGISTERS              units of codes that a warp has in registers; the others are in shared memory
     """
     W: gl.constexpr = DOWN.warps
-    experts, inner, hidden, ups = sizes
+    experts, inner, _, ups = sizes
     gate, up, down = stacks
     shared_gate, shared_up, shared_down = shared_stacks
     SLOTS: gl.constexpr = DOWN.k if shared_down is None else DOWN.k + 1
