@@ -41,7 +41,7 @@ def merge_rotated_shares(
 ):  # fmt: skip
     """Merge the splits of one head at P channels, and finish the inverse transform over these; grid (rows, D / P).
 
-    HALF   neighbouring channels among them: all, or half, and the other half D / 2 later, or a quarter …
+    HALF   neighbouring channels among them: all, or half, and the other half D / 2 later, or a quarter, every D / 4
     EARLY  launch the next kernel before the splits are complete; no other kernel reads them
     """
     SCALE: tl.constexpr = (D // P) ** -0.5
