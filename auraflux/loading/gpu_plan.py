@@ -8,7 +8,15 @@ import torch
 from auraflux.cache import Cache
 from auraflux.engine.device import activation_dtype
 from auraflux.errors import SettingsError
-from auraflux.loading.gpu_division import HOST_RESERVE_NBYTES, KV_SHARE, MIN_CONTEXT, GpuDivision, GpuRequest, divide
+from auraflux.loading.gpu_division import (
+    HOST_RESERVE_NBYTES,
+    KV_SHARE,
+    MIN_CONTEXT,
+    SMALL_GPU_CHUNK,
+    GpuDivision,
+    GpuRequest,
+    divide,
+)
 from auraflux.loading.gpu_sizes import ExpertSizes, GpuSizes, gpu_sizes
 from auraflux.loading.memory_budget import (
     CONTEXT_SHARE,
@@ -98,6 +106,17 @@ class _CachePlanner:
         tokens = pool_tokens(shapes, source.settings, limit, context=context, **options)
         return EngineSizes(context, chunk, count, requested.sequences, tokens)
 
+    def fits(self, free: int, chunk: int) -> bool:
+        """Return whether a KV cache with the default context fits into so many free bytes."""
+        return self.nbytes(self.sizes(free, CONTEXT_SHARE, chunk)) <= free
+
+    def sizes_within(self, free: int, share: int, chunk: int) -> EngineSizes:
+        """Return the sizes as `sizes` does, with a shorter context where chunks and windows would exceed the free bytes."""
+        sizes = self.sizes(free, share, chunk)
+        over = self.nbytes(sizes) - free
+        # two sequences of the default context take twice one in `share`
+        return sizes if over <= 0 or self.requested.context is not None else self.sizes(free - over * share // 2, share, chunk)
+
     def nbytes(self, sizes: EngineSizes) -> int:
         """Return the bytes of a KV cache of these sizes."""
         # the meta device allocates no memory
@@ -144,8 +163,12 @@ def plan_gpu(
         return planner.nbytes(planner.sizes(free, share, chunk))
 
     division = divide(sizes, request, cache_nbytes, planner.min_nbytes(chunk))
+    if division.slots is None and not request.chunk_given and not planner.fits(division.for_cache, division.chunk):
+        # shorter chunks before a shorter context
+        request = replace(request, chunk=min(chunk, SMALL_GPU_CHUNK))
+        division = divide(sizes, request, cache_nbytes, planner.min_nbytes(request.chunk))
     share = CONTEXT_SHARE if division.slots is None else share
-    engine = planner.sizes(division.for_cache, share, division.chunk)
+    engine = planner.sizes_within(division.for_cache, share, division.chunk)
     division = replace(division, cache=planner.nbytes(engine))
     host = free_nbytes() - HOST_RESERVE_NBYTES if settings.host_memory is None else parse_nbytes(settings.host_memory)
     plan = GpuPlan(sizes, division, engine, host)

@@ -9,6 +9,8 @@ AMPERE: Capability = (8, 0)
 HOPPER: Capability = (9, 0)
 # shared memory of one program at most, in KB; from NVIDIA's table of compute capabilities
 SHARED_KB = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99, (12, 1): 99}
+# names the capability of a GPU that another passes for, see `gpu/as_gpu.py`
+VARIABLE = "AURAFLUX_AS_GPU"
 
 _fake: ContextVar[Capability | None] = ContextVar("fake_gpu", default=None)
 

@@ -223,6 +223,20 @@ def test_document_is_json_with_units_in_its_keys():
     assert {"machine", "versions", "command", "commit", "read_ceiling_tb_per_s", "matmul_ceiling_tflop_per_s"} <= set(found)
     assert found["results"][1]["error"] is found["results"][1]["time_us"] is None
     assert GPU.slug == "nvidia-h200"
+    assert replace(GPU, passes_for="8.9").slug == "nvidia-h200-as-8.9"
+
+
+def test_a_table_of_a_gpu_that_passes_for_another_says_so(capsys):
+    found = complete_document()
+    found["gpu"]["passes_for"] = "8.9"
+    show(found)
+    assert "compute capability 8.9: no such GPU was measured" in capsys.readouterr().out
+
+
+def test_passing_for_another_gpu_needs_a_gpu():
+    result = CliRunner().invoke(main, ["bench", "ops", "--as", "8.9"])
+    assert result.exit_code == 1
+    assert "--as is for --device cuda" in result.output
 
 
 def test_table_is_aligned(capsys):

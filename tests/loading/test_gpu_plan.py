@@ -65,6 +65,19 @@ def test_all_is_resident_where_it_fits(mixture: Path):
     assert plan.engine.chunk == 8192
 
 
+@pytest.mark.parametrize("spare", [1.0, 1.1, 1.5, 4.0])
+def test_parts_of_a_resident_model_fit(spare: float, mixture: Path):
+    """The recent tokens of all sequences and a chunk's take memory, too, however short the context is."""
+    source = ModelSource.open(mixture, CacheSettings("k4v4"), mtp=False, ranks=None)
+    source = replace(source, config=replace(source.config, context=1 << 17))
+    requested = RequestedSizes(None, None, 8, None, 8192)
+    sizes, planner = plan_gpu(source, 10**12, requested).sizes, gpu_plan._CachePlanner(source, requested, torch.bfloat16)
+    total = sizes.total + sizes.workspace(8192) + int(spare * planner.min_nbytes(8192))
+    plan = plan_gpu(source, total, requested)
+    assert plan.slots is None
+    assert parts(plan) <= total
+
+
 def test_some_experts_in_slots(mixture: Path):
     total = too_small(mixture)
     plan = plan_gpu(source_of(mixture), total, SIZES)

@@ -219,6 +219,12 @@ def product(tokens: int, rows: int, width: int, bits: int = 4, capability: Capab
         return PRODUCTS.explain(Call(torch.empty(tokens, width, dtype=BF16), [empty(rows, width, bits=bits)]))
 
 
+def several_products(tokens: int, rows: tuple[int, ...], width: int) -> Explanation:
+    """Explain several weights on a GPU without wgmma."""
+    with use_fake_gpu((8, 9)):
+        return PRODUCTS.explain(Call(torch.empty(tokens, width, dtype=BF16), [empty(count, width) for count in rows]))
+
+
 def wide_experts() -> Explanation | None:
     gate, up, down = empty(8, 2048, 7168), empty(8, 2048, 7168), empty(8, 7168, 2048)
     x, scores = torch.empty(1, 7168, dtype=BF16), torch.empty(1, 8, dtype=BF16)
@@ -275,6 +281,9 @@ LARGE: dict[tuple[str, str], Callable[[], Explanation | None]] = {
     ("linear", "matvec_int4_tma"): partial(product, 1, 8192, 16384),
     ("linear", "matvec_int8"): partial(product, 1, 8192, 8192, 8),
     ("linear", "gemm_int4_tiles"): partial(product, 32, 8192, 8192, capability=(8, 9)),
+    ("linear", "gemm_int4_tiles of several"): partial(several_products, 32, (4096, 1024), 4096),
+    ("attention", "latents_mma"): partial(on_older_gpu, ops.latent_attention, "few-heads-bf16"),
+    ("turboquant", "latents_mma"): partial(on_older_gpu, ops.turboquant_latent_attention, "16-bits-16-heads-b8"),
     ("attention", "prefill_mma"): partial(on_older_gpu, attention, "bf16-prefill"),
     ("delta", "prefill_mma"): partial(on_older_gpu, ops.gated_delta_prefill, "bf16-chunks"),
     ("linear", "dequantized in bf16, then cuBLAS"): partial(product, 2000, 4096, 4096),

@@ -1,5 +1,6 @@
 """The report of a run on a GPU as JSON: the machine, the versions, the command, then every result."""
 
+import os
 import platform
 import re
 from collections.abc import Sequence
@@ -15,30 +16,39 @@ from auraflux.bench.gpu.run import ROTATED_NBYTES
 from auraflux.bench.report import commit, finite, ratio, times
 from auraflux.bench.result import PeerResult, Result
 from auraflux.machine import this_machine, versions
+from auraflux.ops.fake_gpu import VARIABLE
 
 PACKAGES = ("torch", "triton", "numpy", "fla-core", "gemlite")
 
 
 @dataclass(frozen=True)
 class Gpu:
+    """The GPU that is there.
+
+    passes_for  the compute capability whose kernels and limits it uses; None for its own
+    """
+
     name: str
     capability: str
     multiprocessors: int
     memory_nbytes: int
     cache_nbytes: int
     cuda: str | None
+    passes_for: str | None = None
 
     @property
     def slug(self) -> str:
         """Return a file name for results."""
-        return "-".join(re.findall(r"[a-z0-9]+", self.name.lower()))
+        name = "-".join(re.findall(r"[a-z0-9]+", self.name.lower()))
+        return name if self.passes_for is None else f"{name}-as-{self.passes_for}"
 
 
 def this_gpu() -> Gpu:
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
     cache = getattr(found, "L2_cache_size", 0)
     capability = f"{found.major}.{found.minor}"
-    return Gpu(found.name, capability, found.multi_processor_count, found.total_memory, cache, torch.version.cuda)
+    sizes = found.multi_processor_count, found.total_memory, cache
+    return Gpu(found.name, capability, *sizes, torch.version.cuda, os.environ.get(VARIABLE) or None)
 
 
 def document(command: str, gpu: Gpu, peaks: Peaks, results: Sequence[Result]) -> dict[str, Any]:

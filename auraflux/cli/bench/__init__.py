@@ -1,6 +1,7 @@
 """`auraflux bench`: speed of ops, models and servers, with other libraries and the machine's measured peak."""
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -42,6 +43,7 @@ bench.add_command(bench_stream)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")
 @click.option("--peers/--no-peers", default=True, show_default=True, help="Time other libraries on the same work.")
 @click.option("--routes", is_flag=True, help="On a GPU, instead of peers: the kernel that would run without the chosen one.")
+@click.option("--as", "older", metavar="8.9", help="On a GPU: the kernels and limits of a GPU of this compute capability.")
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0.01),
@@ -55,6 +57,7 @@ def bench_ops(
     device: str,
     peers: bool,
     routes: bool,
+    older: str | None,
     seconds: float | None,
     as_json: bool,
     save: Path | None,
@@ -67,8 +70,13 @@ def bench_ops(
     faster.
 
     On a GPU, calls are timed as CUDA graphs at sizes of large models. Rates are shares of the measured peak of reads or of
-    bf16 matmul, whichever is nearer.
+    bf16 matmul, whichever is nearer. With --as the GPU passes for another one; times are still those of the GPU that is there.
     """
+    if older is not None:
+        if device != "cuda":
+            raise Failure("--as is for --device cuda.")
+        # read when the kernels are imported
+        os.environ["AURAFLUX_AS_GPU"] = older
     from auraflux.bench.ops import BUDGET_S, bench_cases
     from auraflux.bench.parity import check_device
     from auraflux.bench.report import document, place

@@ -93,6 +93,8 @@ def show(found: dict[str, Any]) -> None:
 
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(highlight=False, width=WIDTH)
+    if (older := found["gpu"].get("passes_for")) is not None:
+        console.print(f"with the kernels and limits of compute capability {older}: no such GPU was measured")
     console.print(f"{found['gpu']['name']}, CUDA {found['gpu']['cuda']}, torch {found['versions']['torch']}", end="; ")
     console.print(f"triton {found['versions']['triton']}; {found['timing']}")
     read, matmul = found["read_ceiling_tb_per_s"], found["matmul_ceiling_tflop_per_s"]

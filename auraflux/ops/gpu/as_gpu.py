@@ -11,9 +11,8 @@ import triton.compiler.compiler as triton_compiler
 from triton.backends.nvidia.compiler import CUDABackend
 
 from auraflux.errors import SettingsError
-from auraflux.ops.fake_gpu import SHARED_KB, Capability
+from auraflux.ops.fake_gpu import SHARED_KB, VARIABLE, Capability
 
-VARIABLE = "AURAFLUX_AS_GPU"
 _capability_there = torch.cuda.get_device_capability
 
 

@@ -94,17 +94,20 @@ def merge_capacity(splits: int) -> int:
 
 
 @gluon.jit
-def split_range(token, split, splits, window, index, S: gl.constexpr, N: gl.constexpr, EACH: gl.constexpr):
+def split_range(
+    token, split, splits, window, index, S: gl.constexpr, N: gl.constexpr, EACH: gl.constexpr, NW: gl.constexpr = 4
+):  # fmt: skip
     """Return a token's sequence and the range of positions of a split, in tiles of N.
 
     EACH     positions per split, so that there may be fewer than `splits`; 0 for equal ranges
+    NW       warps of the program
 
     returns sequence, first position of the split, first visible position, end of the split, number of tiles, positions
             before this step, and positions up to and including the token
     """
     sequence = token * 0
     if S > 1:
-        b = gl.arange(0, S, LIST)
+        b = gl.arange(0, S, gl.BlockedLayout([1], [32], [NW], [0]))
         sequence = gl.sum((gl.load(index.starts + b + 1, mask=b < index.sequences, other=2147483647) <= token).to(gl.int32), 0)
     stop, length = gl.load(index.starts + sequence + 1), gl.load(index.lengths + sequence)
     seen, old = length - stop + token + 1, length - stop + gl.load(index.starts + sequence)

@@ -30,6 +30,10 @@ MAY_SPILL = (
     {"chunk_kernel", "DOT=fp32"},
     # 48 bytes; only GPUs before Hopper launch it, and docs/performance.md has its rate
     {"up_many", "SHAPE.rows=64", "SHAPE.tokens=128"},
+    # 8 to 40 bytes: with 80 registers three programs fit a multiprocessor. Only GPUs before Hopper launch it
+    {"slots_at_once"},
+    # 24 to 40 bytes of codes loaded ahead; only GPUs before Hopper launch it
+    {"latent_codes_mma"},
 )
 MAY_DIVERGE = (
     {"decode_columns", "SHAPE.sequences=8"},  # six shuffles by which a program finds its sequence, once, before it attends

@@ -8,12 +8,12 @@ import torch
 from auraflux.ops._cases import relative_rms
 from auraflux.ops._gpu_inputs import codes
 from auraflux.ops.linear.reference import linear
-from auraflux.quant import quantize
+from auraflux.quant import QTensor, quantize
 
 pytest.importorskip("triton")
 from auraflux.ops.gpu.blocks.codes import Codes
 from auraflux.ops.linear.cuda.gemm.bits_skinny import matmul_codes
-from auraflux.ops.linear.cuda.gemm.int4_tiles import TILES, Inputs, Tile, matmul_tiles
+from auraflux.ops.linear.cuda.gemm.int4_tiles import TILES, Tile, Weight, matmul_tiles
 from auraflux.ops.linear.cuda.gemm.int4_tiles import multiply as multiply_tiles
 from auraflux.ops.linear.cuda.matvec.bits import matvec_codes
 from auraflux.ops.linear.cuda.matvec.int8 import matvec_bytes
@@ -154,13 +154,31 @@ def test_many_tokens(wide: int, high: int, tokens: int, rows: int, width: int, s
     assert Tile(wide, high) in TILES
     torch.manual_seed(0)
     weight, x, bias, device = weight_of(rows, width, 4, 64), torch.randn(tokens, width).bfloat16(), torch.randn(rows), Device()
-    inputs = Inputs(*(device.put(part) for part in (x, weight.packed.view(torch.int8), weight.scales, weight.biases)))
     out, tile = device.put(nothing(tokens, rows)), Tile(wide, high)
-    args = inputs, device.put(bias), out, None, tokens, rows, width, tile, stages
+    args = device.put(x), (put_weight(device, weight, 0),), (), device.put(bias), out, None, tokens, rows, width, tile, stages
     for program in range(-(-rows // high)):
         for some in range(-(-tokens // wide)):
             Machine(device, tile.warps, program, some, 0).program(matmul_tiles)(*args)
     assert relative_rms(device.get(out, nothing(tokens, rows)).float(), product(x, weight) + bias) < TOL
+
+
+def put_weight(device: Device, weight: QTensor, before: int) -> Weight:
+    parts = weight.packed.view(torch.int8), weight.scales, weight.biases
+    return Weight(*(device.put(part) for part in parts), weight.shape[0], before)
+
+
+def test_many_tokens_times_several_weights():
+    torch.manual_seed(0)
+    tokens, counts, tile, device = 21, (40, 32, 64), Tile(32, 64), Device()
+    weights, x = [weight_of(count, 512, 4, 64) for count in counts], torch.randn(tokens, 512).bfloat16()
+    out = device.put(nothing(tokens * sum(counts)))
+    held = tuple(put_weight(device, weight, sum(counts[:n])) for n, weight in enumerate(weights))
+    args = device.put(x), held, (1, 2), None, out, None, tokens, sum(counts), 512, tile, 2
+    for program in range(3):
+        Machine(device, tile.warps, program, 0, 0).program(matmul_tiles)(*args)
+    found = device.get(out, nothing(tokens * sum(counts))).float().split([tokens * count for count in counts])
+    for each, weight in zip(found, weights, strict=True):
+        assert relative_rms(each.view(tokens, -1), product(x, weight)) < TOL
 
 
 @pytest.mark.gpu
@@ -172,6 +190,7 @@ def test_many_tokens_on_the_gpu(tokens: int, rows: int, width: int):
     with torch.device("cuda"):
         weight, x, bias = codes(rows, width, bits=4), torch.randn(tokens, width).bfloat16(), torch.randn(rows).bfloat16()
         for each in (None, bias):
-            out = torch.full((tokens, rows), float("nan")).bfloat16()
-            multiply_tiles(x, weight, each, out)
+            (out,) = multiply_tiles(x, [weight], each)
             assert relative_rms(out.float(), linear.reference(x.float(), weight, each)) < TOL
+        for out in multiply_tiles(x, [weight, weight], None):
+            assert relative_rms(out.float(), linear.reference(x.float(), weight)) < TOL

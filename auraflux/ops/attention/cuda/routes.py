@@ -13,6 +13,7 @@ from torch import Tensor
 
 from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.attention.cuda import decode, flash_paged, mla_columns, mla_products, mla_products_codes, mla_rows, prefill
+from auraflux.ops.attention.cuda.mma import latents as latents_mma
 from auraflux.ops.attention.cuda.mma import prefill as prefill_mma
 from auraflux.ops.attention.pages import KVPages, LatentPages
 from auraflux.ops.gpu.blocks.codes import check_order
@@ -136,7 +137,8 @@ def _refuses_prefill_mma(call: Attend) -> str | None:
     return _not_prefill(call) or not_gluon(call.q.device)
 
 
-def _refuses_latent(call: AttendLatent) -> str | None:
+def _not_latents(call: AttendLatent) -> str | None:
+    """Return why tokens and latents do not fit the kernels of few tokens."""
     if not call.out.numel():
         return EMPTY
     tensors = call.q_latent, call.q_rope, call.pages.latent, call.pages.rope
@@ -152,13 +154,21 @@ def _refuses_latent(call: AttendLatent) -> str | None:
     if heads % mla_rows.HEADS and tokens > 2 * len(call.pages.table) and not is_invariant():
         # with many tokens and few heads the other kernel reuses loaded latents
         return f"{tokens} new tokens with {heads} heads"
-    return not_wgmma(call.q_latent.device)
+    return None
+
+
+def _refuses_mla_rows(call: AttendLatent) -> str | None:
+    return _not_latents(call) or not_wgmma(call.q_latent.device)
 
 
 def _refuses_mla_columns(call: AttendLatent) -> str | None:
     if call.q_latent.shape[1] > mla_columns.MOST_COLUMNS:
         return f"{call.q_latent.shape[1]} heads; it is for up to {mla_columns.MOST_COLUMNS}"
-    return _refuses_latent(call)
+    return _refuses_mla_rows(call)
+
+
+def _refuses_latents_mma(call: AttendLatent) -> str | None:
+    return _not_latents(call) or not_gluon(call.q_latent.device)
 
 
 def _refuses_codes(call: HeadProducts) -> str | None:
@@ -216,6 +226,10 @@ def _mla_rows(call: AttendLatent) -> None:
     mla_rows.attend_rows(*call)
 
 
+def _latents_mma(call: AttendLatent) -> None:
+    latents_mma.attend_latents(*call)
+
+
 def _flash_latent(call: AttendLatent) -> None:
     q_latent, q_rope, pages, starts, scale, out = call
     flash_paged.attend(q_latent, q_rope, (pages.latent, pages.rope), pages, starts, scale, out)
@@ -250,7 +264,8 @@ ATTENTION: Routes[Attend, None] = Routes(
 )
 LATENT: Routes[AttendLatent, None] = Routes(
     Route("mla_columns", _refuses_mla_columns, _mla_columns, invariant=True),
-    Route("mla_rows", _refuses_latent, _mla_rows, invariant=True),
+    Route("mla_rows", _refuses_mla_rows, _mla_rows, invariant=True),
+    Route("latents_mma", _refuses_latents_mma, _latents_mma),
     Route("flash_paged", _never, _flash_latent),
 )
 HEAD_PRODUCTS: Routes[HeadProducts, None] = Routes(

@@ -139,18 +139,17 @@ def _skinny_tile(call: Call, weight: QTensor) -> str | None:
     return None if tile else f"{tuple(weight.shape)} is no multiple of the 64 x 256 tile"
 
 
-def _tiles_128(call: Call, weight: QTensor) -> str | None:
-    if weight.shape[0] * weight.shape[1] < gemm_int4_tiles.FEWEST_WEIGHTS:
-        return "dequantizing a small weight is as fast"
-    if gemm_int4_tiles.plan_for(call.tokens, weight, call.x.device):
+def _tiles(call: Call) -> str | None:
+    if gemm_int4_tiles.plan_for(call.tokens, call.quantized, call.x.device):
         return None
-    return f"{tuple(weight.shape)} is no multiple of 8 x {gemm_int4_tiles.LEAST_INPUTS}"
+    shapes = " and ".join(str(tuple(each.shape)) for each in call.quantized)
+    return f"{shapes}: no multiples of 8 x {gemm_int4_tiles.LEAST_INPUTS}"
 
 
 def _tiles_are_faster(call: Call) -> bool:
     """Return whether a GPU without wgmma multiplies in tiles rather than with a ring of tokens for each warp."""
     many = call.tokens > gemm_int4_skinny.TILE_TOKENS and bool(not_wgmma(call.x.device))
-    return many and _tiles_128(call, call.quantized[0]) is None
+    return many and _tiles(call) is None
 
 
 def _affine_bf16(call: Call, weight: QTensor) -> str | None:
@@ -341,7 +340,21 @@ GEMM_INT4_TILES = all_of(
     PRODUCTS_ONLY,
     require(lambda call: len(call.quantized) == 1, "the kernel takes one quantized weight"),
     _tokens(2, gemm_int4_tiles.MOST_TOKENS),
-    each_weight(_int4, _tiles_128),
+    each_weight(_int4),
+    _tiles,
+)
+# on Hopper wgmma multiplies several weights at once
+SEVERAL_INT4_TILES = all_of(
+    require(lambda call: call.norm is None, "the call has a norm"),
+    require(
+        lambda call: 2 <= len(call.quantized) <= gemm_int4_tiles.MOST_WEIGHTS,
+        f"there are not 2 to {gemm_int4_tiles.MOST_WEIGHTS} weights quantized in one format",
+    ),
+    NO_BIAS,
+    _tokens(gemm_int4_skinny.TILE_TOKENS + 1, gemm_int4_tiles.MOST_TOKENS),
+    each_weight(_int4),
+    _tiles,
+    require(lambda call: not_wgmma(call.x.device), "wgmma is faster"),
 )
 GEMM_BITS_SKINNY = all_of(
     _tokens(2, gemm_bits_skinny.MOST_TOKENS),

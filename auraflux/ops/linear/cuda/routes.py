@@ -165,9 +165,12 @@ def _int4_skinny(call: Call) -> Products:
 
 
 def _int4_tiles(call: Call) -> Products:
-    outs = call.outs()
-    gemm_int4_tiles.multiply(call.x, call.quantized[0], call.biases[0], outs[0])
-    return Products(outs)
+    return Products(gemm_int4_tiles.multiply(call.x, call.quantized, call.biases[0]))
+
+
+def _several_int4_tiles(call: Call) -> Products:
+    outs = gemm_int4_tiles.multiply(call.x, call.quantized, None)
+    return Products([swiglu(*outs)] if call.gated else outs)
 
 
 def _bits_skinny(call: Call) -> Products:
@@ -255,6 +258,7 @@ PRODUCTS: Routes[Call, Products] = Routes(
     Route("gemm_cluster", limits.GEMM_CLUSTER, _cluster, speed=speed.GEMM),
     Route("gemm_wgmma", limits.GEMM_WGMMA, _wgmma, speed=speed.GEMM),
     Route("norm first", limits.NORM_FIRST, _norm_first, lambda call: [(PRODUCTS, _without_norm(call, call.x))], invariant=True),
+    Route("gemm_int4_tiles of several", limits.SEVERAL_INT4_TILES, _several_int4_tiles, speed=speed.GEMM),
     Route("gate and up separately", limits.GATE_AND_UP, _gate_and_up, _then_each, invariant=True),
     Route("one by one", limits.ONE_BY_ONE, _one_by_one, _then_each, invariant=True),
     Route("gemm_invariant", limits.GEMM_INVARIANT, _invariant, invariant=True, speed=speed.GEMM_INVARIANT),

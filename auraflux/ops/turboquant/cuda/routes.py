@@ -28,6 +28,7 @@ from auraflux.ops.turboquant.cuda.encode import prefill as encode_prefill
 from auraflux.ops.turboquant.cuda.encode import rope_append as encode_rope_append
 from auraflux.ops.turboquant.cuda.mla import head_columns as mla_head_columns
 from auraflux.ops.turboquant.cuda.mla import head_rows as mla_head_rows
+from auraflux.ops.turboquant.cuda.mla import mma as mla_mma
 from auraflux.ops.turboquant.cuda.mla import rope_append as mla_rope_append
 from auraflux.ops.turboquant.cuda.prefill import dequantize as prefill_dequantize
 from auraflux.ops.turboquant.cuda.prefill import flash_codes_launch as prefill_flash_codes_launch
@@ -107,8 +108,8 @@ def _dequantized(call: Attend) -> Tensor:
     return attention(q, pages_16, starts, scale, window, sinks, softcap, recent=recent)
 
 
-def _refuses_latent(call: AttendLatent) -> str | None:
-    """Return why the decode kernels over quantized latents refuse a call."""
+def _not_latents(call: AttendLatent) -> str | None:
+    """Return why tokens and quantized latents do not fit the decode kernels."""
     pages, keys, tokens = call.pages, call.pages.rope, call.q.shape[0]
     if tokens > mla_head_columns.MOST_TOKENS * pages.lengths.shape[0] and not is_invariant():
         return f"{tokens} new tokens; the route serves up to {mla_head_columns.MOST_TOKENS} per sequence"
@@ -121,14 +122,24 @@ def _refuses_latent(call: AttendLatent) -> str | None:
         return "queries are not in 16 bits, or RoPE queries or keys are not in bf16"
     if page % mla_head_columns.TILE:
         return f"pages of {page} tokens are no multiple of the tile of {mla_head_columns.TILE}"
-    return not_wgmma(call.q.device) or (UNALIGNED if _unaligned(call.q, call.q_rope, pages.codes, keys) else None)
+    return UNALIGNED if _unaligned(call.q, call.q_rope, pages.codes, keys) else None
+
+
+def _refuses_rows(call: AttendLatent) -> str | None:
+    return _not_latents(call) or not_wgmma(call.q.device)
+
+
+def _refuses_latents_mma(call: AttendLatent) -> str | None:
+    if call.pages.bits != mla_mma.BITS or call.pages.full_precision is not None:
+        return f"{call.pages.bits} bits, or full-precision latents; the route serves {mla_mma.BITS} bits without"
+    return _not_latents(call) or not_gluon(call.q.device)
 
 
 def _refuses_columns(call: AttendLatent) -> str | None:
     heads = call.q.shape[1]
     if heads > mla_head_columns.MOST_COLUMNS:
         return f"{heads} heads; the route serves up to {mla_head_columns.MOST_COLUMNS}"
-    return _refuses_latent(call)
+    return _refuses_rows(call)
 
 
 def _refuses_no_tokens(call: Append) -> str | None:
@@ -240,7 +251,8 @@ ATTEND: Routes[Attend, Tensor] = Routes(
 ATTEND_LATENT: Routes[AttendLatent, Tensor] = Routes(
     Route("no new tokens", _refuses_no_queries, lambda call: torch.empty_like(call.q), invariant=True),
     Route("mla_columns", _refuses_columns, lambda call: mla_head_columns.attend_code_columns(*call), invariant=True),
-    Route("mla_rows", _refuses_latent, lambda call: mla_head_rows.attend_code_rows(*call), invariant=True),
+    Route("mla_rows", _refuses_rows, lambda call: mla_head_rows.attend_code_rows(*call), invariant=True),
+    Route("latents_mma", _refuses_latents_mma, lambda call: mla_mma.attend_latent_codes(*call)),
     Route("flash_codes", _never, lambda call: prefill_flash_codes_launch.attend_latent(*call)),
 )
 APPEND: Routes[Append, None] = Routes(

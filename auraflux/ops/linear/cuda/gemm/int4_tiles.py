@@ -1,11 +1,14 @@
 """Several tokens times a four-bit affine weight, by `cp.async` and `mma.sync` alone: for GPUs without wgmma.
 
 y[m, n] = Σ_k x[m, k] (code[n, k] scale[n, k/64] + bias[n, k/64]), weights rounded to bf16 as where they are dequantized; the
-instructions of a warp are in `hopper/mma_int4.py`. A program multiplies 32 to 128 rows by up to 64 tokens. Its warps share
+instructions of a warp are in `hopper/mma_int4.py`. A program multiplies 32 to 128 rows of one of several weights by up to 64
+tokens. Its warps share
 stages of codes, scales, biases and x, a few in flight; a warp multiplies 32 rows by all tokens over one group of 64 inputs of
 each stage. Where there are few programs, several share K, and another kernel adds their sums.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -22,23 +25,26 @@ from auraflux.ops.hopper.mma_int4 import WEIGHTS_SCALE, X_SHARED, load_x, scaled
 from auraflux.ops.hopper.ptx import WAIT_AND_LAUNCH, run, shared
 from auraflux.ops.hopper.shared_memory import float_at, put
 from auraflux.ops.linear.cuda.gemm.invariant import add_in_order
+from auraflux.ops.linear.cuda.row_copies import select_weight
 from auraflux.quant import QTensor
 
 MOST_TOKENS = 128  # beyond, dequantizing the weight for cuBLAS is as fast where memory is
-FEWEST_WEIGHTS = 1 << 24  # dequantizing a smaller weight is as fast
+MOST_WEIGHTS = 4  # per launch
+
 WARPS = 8
 LEAST_INPUTS = 128  # of a stage
 MOST_STAGES = 5
 SUM_BLOCK = 1024  # elements that a program of `add_in_order` adds
 
 
-class Inputs(NamedTuple):
-    """Inputs of the kernel: x, codes in bytes, scales and biases."""
+class Weight(NamedTuple):
+    """A weight of a launch: codes in bytes, scales and biases, its rows, and those of the weights before it."""
 
-    x: Tensor
     packed: Tensor
     scales: Tensor
     biases: Tensor
+    rows: int
+    before: int
 
 
 class Tile(NamedTuple):
@@ -69,7 +75,7 @@ def turned(row, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def _request(slot, tid, inputs, stage, end, row0, token0, N, M, K: gl.constexpr, TILE: gl.constexpr):
+def _request(slot, tid, x, codes, stage, end, row0, token0, N, M, K: gl.constexpr, TILE: gl.constexpr):
     """Request a stage before `end`. Chunks of 16 bytes are swizzled by row, or by token, against shared-memory conflicts."""
     INPUTS: gl.constexpr = TILE.inputs
     THREADS: gl.constexpr = 32 * TILE.warps
@@ -77,22 +83,23 @@ def _request(slot, tid, inputs, stage, end, row0, token0, N, M, K: gl.constexpr,
     LINE: gl.constexpr = INPUTS // 32  # bytes of the scales of a row
     CODES: gl.constexpr = TILE.rows * INPUTS // 2
     LINES: gl.constexpr = TILE.rows * LINE
+    packed, scales, biases = codes
     rows, tokens = gl.where(stage < end, N - row0, 0), gl.where(stage < end, M - token0, 0)
     for n in gl.static_range(TILE.rows * CHUNKS // THREADS):
         row, chunk = tid // CHUNKS + n * (THREADS // CHUNKS), tid % CHUNKS
         at = (row0 + row) * (K // 2) + stage * (INPUTS // 2) + chunk * 16
         to = slot + row * (CHUNKS * 16) + (chunk ^ turned(row, CHUNKS)) * 16
-        copy(COPY16, to, inputs.packed + at, row < rows)
+        copy(COPY16, to, packed + at, row < rows)
     row = tid % TILE.rows
     line = (row0 + row).to(gl.int64) * (K // 64) + stage * (INPUTS // 64)
-    source = gl.where(tid < TILE.rows, inputs.scales.to(gl.int64), inputs.biases.to(gl.int64)) + line * 2
+    source = gl.where(tid < TILE.rows, scales.to(gl.int64), biases.to(gl.int64)) + line * 2
     copy(copy_ptx(LINE), slot + (CODES + tid * LINE), source, (row < rows) & (tid < 2 * TILE.rows))
     for n in gl.static_range((TILE.tokens * INPUTS // 8 + THREADS - 1) // THREADS):
         place = tid + n * THREADS
         token, chunk = place // (INPUTS // 8), place % (INPUTS // 8)
         at = (token0 + token) * K + stage * INPUTS + chunk * 8
         to = slot + (CODES + 2 * LINES) + token * (INPUTS * 2) + (chunk ^ (token % 8)) * 16
-        copy(COPY16, to, inputs.x + at, token < gl.minimum(tokens, TILE.tokens))
+        copy(COPY16, to, x + at, token < gl.minimum(tokens, TILE.tokens))
 
 
 @gluon.jit
@@ -126,10 +133,12 @@ def _add_group(acc, slot, row, group, lane, TILE: gl.constexpr):
 
 
 @gluon.jit
-def matmul_tiles(inputs, bias, y, part, M, N, K: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr):
+def matmul_tiles(x, weights, ends, bias, y, part, M, N, K: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr):
     """Multiply a tile's tokens by its rows, D stages at once; grid (tiles of rows, tiles of tokens, shares of K).
 
-    part  float32 [shares, M, N] for sums of a share of K; None where there is one share
+    ends  where the tiles of each weight but the last end
+    y     bf16 [M * N], the result [M, rows] of each weight after those before it; N are the rows of all weights
+    part  float32 [shares, M * N] for sums of a share of K; None where there is one share
     """
     W: gl.constexpr = TILE.warps
     SIDES: gl.constexpr = TILE.rows // 32  # warps that share a group
@@ -140,13 +149,17 @@ def matmul_tiles(inputs, bias, y, part, M, N, K: gl.constexpr, TILE: gl.constexp
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane, warp = tid % 32, tid // 32
     side, group = warp % SIDES, warp // SIDES
-    row0, token0 = gl.program_id(0) * TILE.rows, gl.program_id(1) * TILE.tokens
+    own, tile = select_weight(
+        gl.program_id(0), ends, [(each.packed, each.scales, each.biases, each.rows, each.before) for each in weights]
+    )
+    codes, rows, before = (own[0], own[1], own[2]), own[3], own[4]
+    row0, token0 = tile * TILE.rows, gl.program_id(1) * TILE.tokens
     begin, end = STAGES * gl.program_id(2) // gl.num_programs(2), STAGES * (gl.program_id(2) + 1) // gl.num_programs(2)
     NBYTES: gl.constexpr = max(D * SLOT, W * SUMS * 128)
     memory, base = shared(NBYTES, tid)
     run(WAIT_AND_LAUNCH, lane)
     for d in gl.static_range(D - 1):
-        _request(base + d * SLOT, tid, inputs, begin + d, end, row0, token0, N, M, K, TILE)
+        _request(base + d * SLOT, tid, x, codes, begin + d, end, row0, token0, rows, M, K, TILE)
         run(COMMIT, lane)
     acc = ((tid * 0).to(gl.float32),) * SUMS
     slot = base
@@ -155,7 +168,7 @@ def matmul_tiles(inputs, bias, y, part, M, N, K: gl.constexpr, TILE: gl.constexp
         gl.thread_barrier()
         # the slot of the previous stage
         free = gl.where(slot == base, base + (D - 1) * SLOT, slot - SLOT)
-        _request(free, tid, inputs, next_stage, end, row0, token0, N, M, K, TILE)
+        _request(free, tid, x, codes, next_stage, end, row0, token0, rows, M, K, TILE)
         run(COMMIT, lane)
         acc = _add_group(acc, slot, side * 32, group, lane, TILE)
         slot = gl.where(slot == base + (D - 1) * SLOT, base, slot + SLOT)
@@ -169,19 +182,20 @@ def matmul_tiles(inputs, bias, y, part, M, N, K: gl.constexpr, TILE: gl.constexp
     mine = base + side * (SUMS * 128) + (lane // 16 * 4 + lane // 8 % 2 * 2) * 128 + lane % 8 * 16
     more = (tid * 0).to(gl.float32)
     if part is None and bias is not None:
-        more = gl.load(bias + n, n < N, 0.0).to(gl.float32)
+        more = gl.load(bias + n, n < rows, 0.0).to(gl.float32)
     for i in gl.static_range(TILE.tokens // GROUPS):
         token = group * (TILE.tokens // GROUPS) + i
         at = mine + token // 8 * 1024 + token % 2 * 128 + token % 8 // 2 * 4
-        value = float_at(at, n < N)
+        value = float_at(at, n < rows)
         for other in gl.static_range(1, GROUPS):
-            value += float_at(at + other * (SIDES * SUMS * 128), n < N)
+            value += float_at(at + other * (SIDES * SUMS * 128), n < rows)
         value *= WEIGHTS_SCALE
-        m = token0 + token
+        m = (token0 + token).to(gl.int64)
+        to, there = (m * 0 + before) * M + m * rows + n, (n < rows) & (m < M)
         if part is None:
-            gl.store(y + m.to(gl.int64) * N + n, (value + more).to(gl.bfloat16), (n < N) & (m < M))
+            gl.store(y + to, (value + more).to(gl.bfloat16), there)
         else:
-            gl.store(part + ((gl.program_id(2).to(gl.int64) * M + m) * N + n), value, (n < N) & (m < M))
+            gl.store(part + (gl.program_id(2).to(gl.int64) * M * N + to), value, there)
     memory._keep_alive()
 
 
@@ -193,36 +207,50 @@ class Plan(NamedTuple):
     shares: int
 
 
-def plan_for(tokens: int, weight: QTensor, device: torch.device) -> Plan | None:
-    """Plan a launch; None where the shape is not supported or shared memory is too small."""
-    (rows, width), most = weight.shape, multiprocessors(device)
+def plan_for(tokens: int, weights: Sequence[QTensor], device: torch.device) -> Plan | None:
+    """Plan a launch; None where the shapes are not supported or shared memory is too small."""
+    rows, width, most = [weight.shape[0] for weight in weights], weights[0].shape[1], multiprocessors(device)
     fitting = [each for each in TILES if min(tokens, TILES[-1].tokens) <= each.tokens and width % each.inputs == 0]
     # offsets have 32 bits
-    if not fitting or rows % 8 or rows * width >= 1 << 32:
+    if not fitting or any(count % 8 or count * width >= 1 << 32 for count in rows):
         return None
     tile = fitting[0]
     stages = min(MOST_STAGES, (shared_nbytes(device) - 2048) // tile.nbytes)
     if stages < 2:
         return None
-    programs = cdiv(rows, tile.rows) * cdiv(tokens, tile.tokens)
+    programs = sum(cdiv(count, tile.rows) for count in rows) * cdiv(tokens, tile.tokens)
     # each share has several stages
     shares = max(1, min(most // programs, width // tile.inputs // (2 * stages)))
     return Plan(tile, stages, shares)
 
 
-def multiply(x: Tensor, weight: QTensor, bias: Tensor | None, out: Tensor) -> None:
-    """Multiply tokens by a weight, into bf16 [T, N]."""
-    tokens, (rows, width) = x.shape[0], weight.shape
-    plan = plan_for(tokens, weight, x.device)
+def multiply(x: Tensor, weights: Sequence[QTensor], bias: Tensor | None) -> list[Tensor]:
+    """Multiply tokens by weights of one width, into bf16 [T, N] each, one after the other in memory.
+
+    bias  of the only weight, or None
+    """
+    tokens, width = x.shape
+    plan = plan_for(tokens, weights, x.device)
     assert plan is not None
     tile, stages, shares = plan
-    assert weight.biases is not None
-    part = torch.empty(shares, tokens, rows, device=x.device) if shares > 1 else None
-    inputs = Inputs(x, weight.packed.view(torch.int8), weight.scales, weight.biases)
-    grid = cdiv(rows, tile.rows), cdiv(tokens, tile.tokens), shares
-    launch(matmul_tiles, grid)(
-        inputs, bias, out, part, tokens, rows, width, tile, stages, num_warps=tile.warps, launch_pdl=True
+    rows = [weight.shape[0] for weight in weights]
+    before, total = [0, *accumulate(rows)][:-1], sum(rows)
+    out = x.new_empty(tokens * total)
+    part = torch.empty(shares, tokens * total, device=x.device) if shares > 1 else None
+    ends = tuple(accumulate(cdiv(count, tile.rows) for count in rows))
+    held = tuple(
+        Weight(weight.packed.view(torch.int8), weight.scales, _biases(weight), *place)
+        for weight, *place in zip(weights, rows, before, strict=True)
+    )
+    launch(matmul_tiles, (ends[-1], cdiv(tokens, tile.tokens), shares))(
+        x, held, ends[:-1], bias, out, part, tokens, total, width, tile, stages, num_warps=tile.warps, launch_pdl=True
     )
     if part is not None:
-        count = tokens * rows
-        launch(add_in_order, (cdiv(count, SUM_BLOCK),))(part, bias, out, rows, count, shares, SUM_BLOCK)
+        count = tokens * total
+        launch(add_in_order, (cdiv(count, SUM_BLOCK),))(part, bias, out, total, count, shares, SUM_BLOCK)
+    return [each.view(tokens, -1) for each in out.split([tokens * count for count in rows])]
+
+
+def _biases(weight: QTensor) -> Tensor:
+    assert weight.biases is not None
+    return weight.biases

@@ -114,6 +114,15 @@ def _copy_tiles(ring, table, source, there, tid, H: gl.constexpr, TILES: gl.cons
         run(COMMIT, tid)
 
 
+@gluon.constexpr_function
+def up_nbytes(width, tiles, warps, early):
+    """Return the shared memory of a program of `up_slots`: tiles, barriers and sums."""
+    side = warps // 2
+    # sums of a row: of each warp, or without TMA, with half as many warps, of each set: they add up in the same order
+    sums = side if early else side * ((width // 256 + side - 1) // side)
+    return tiles * (2 * 9 * width + 128 * sums) + 128
+
+
 @gluon.jit
 def up_slots(
     x, ids, scores, bias, gate, up, shared_gate, shared_up, out, experts, inner, SHAPE: gl.constexpr
@@ -121,6 +130,22 @@ def up_slots(
     """Write silu(gate x) * up x, up to TILES tiles of a token; grid (programs, tokens).
 
     Experts come from `ids`, or, where these are None, from `scores`. Slot K is the shared expert's, if there is one.
+    """
+    tid = gl.arange(0, 32 * SHAPE.warps, gl.BlockedLayout([1], [32], [SHAPE.warps], [0]))
+    memory, ring = shared(up_nbytes(SHAPE.width, SHAPE.tiles, SHAPE.warps, launches_early()), tid)
+    weights, shared_weights = (gate, up), (shared_gate, shared_up)
+    place = gl.program_id(0), gl.num_programs(0), gl.program_id(1).to(gl.int64)
+    up_tiles(x, (ids, scores, bias), weights, shared_weights, out, experts, inner, place, ring, tid, SHAPE)
+    memory._keep_alive()
+
+
+@gluon.jit
+def up_tiles(x, choice, weights, shared_weights, out, experts, inner, place, ring, tid, SHAPE: gl.constexpr):
+    """Compute the tiles of one program.
+
+    choice                   ids, scores and their bias
+    weights, shared_weights  gate and up
+    place                    the program's number, the number of programs, and the token
     """
     H: gl.constexpr = SHAPE.width
     K: gl.constexpr = SHAPE.k
@@ -135,13 +160,15 @@ def up_slots(
     SETS: gl.constexpr = (H // 256 + SIDE - 1) // SIDE
     # sums of a row: of each warp, or without TMA, with half as many warps, of each set: they add up in the same order
     SUMS: gl.constexpr = SIDE if launches_early() else SIDE * SETS
-    tid = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    ids, scores, bias = choice
+    gate, up = weights
+    shared_gate, shared_up = shared_weights
+    program, programs, token = place
     warp, lane = tid // 32, tid % 32
-    token, tiles, routed = gl.program_id(1).to(gl.int64), inner // 16, K * (inner // 16)
+    tiles, routed = inner // 16, K * (inner // 16)
     count = routed if shared_gate is None else routed + tiles
-    begin = gl.program_id(0) * count // gl.num_programs(0)
-    end = (gl.program_id(0) + 1) * count // gl.num_programs(0)
-    memory, ring = shared(TILES * (2 * HALF + 128 * SUMS) + BARRIERS, tid)
+    begin = program * count // programs
+    end = (program + 1) * count // programs
     bars, sums = ring + TILES * 2 * HALF, ring + TILES * 2 * HALF + BARRIERS
     # lane 6 n + p copies array p of tile n
     n, p = lane // 6, lane % 6
@@ -214,4 +241,3 @@ def up_slots(
     result, place = paired(result, tid % 16)
     at = (token * count + begin + tid // 16) * 16 + place
     gl.store(out + at, result.to(out.dtype.element_ty), here & (begin + tid // 16 < end))
-    memory._keep_alive()

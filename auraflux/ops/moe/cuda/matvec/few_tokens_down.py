@@ -69,7 +69,7 @@ def _unit_at(ring, unit, lane, INNER: gl.constexpr):
 
 
 @gluon.jit
-def _hidden_of(x, token, warp, lane, SHAPE: gl.constexpr, SLOTS: gl.constexpr):
+def hidden_of(x, token, warp, lane, SHAPE: gl.constexpr, SLOTS: gl.constexpr):
     """Load the hidden vectors of a warp's units."""
     INNER: gl.constexpr = SHAPE.width
     UNITS: gl.constexpr = SLOTS * (INNER // 256)
@@ -82,7 +82,7 @@ def _hidden_of(x, token, warp, lane, SHAPE: gl.constexpr, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _load_epilogue(epilogue, at, token):
+def load_epilogue(epilogue, at, token):
     """Return the residual stream, and the shared expert's output or, where that is computed here, its factor."""
     residual = gl.load(epilogue.residual + at).to(gl.float32)
     more = residual * 0.0 + 1.0
@@ -153,7 +153,7 @@ def down_slots(
     E: gl.constexpr = SHAPE.experts
     SCORING: gl.constexpr = SHAPE.scoring
     W: gl.constexpr = SHAPE.warps
-    scores, bias, scale = router.scores, router.bias, router.scale
+    scores, bias = router.scores, router.bias
     SLOT: gl.constexpr = 9 * INNER
     PARTS: gl.constexpr = INNER // 256
     SLOTS: gl.constexpr = K if shared_down is None else K + 1
@@ -172,34 +172,24 @@ def down_slots(
     found, chosen = select_experts(scores, ids, bias, token, tid, experts, K - 1, K, E, SCORING)
     _fetch_slots(ring, bar, sums, tid, row0, chosen, down, shared_down, experts, INNER, K, W)
     at = token * hidden + row0 + tid % 16
+    added = ()
     if epilogue.residual is not None:
         # complete since before the experts were selected
-        residual, more = _load_epilogue(epilogue, at, token)
-    if ids is None:
-        share = weights_of(found, scores + token * experts, chosen, lane, scale, K, E, SCORING, SHAPE.renormalize)
-    elif router.ids is not None:
-        expert = gl.load(router.ids + token * K + gl.minimum(lane, K - 1))
-        line = scores + token * SHAPE.scored
-        share = weights_of(load_scores(line, tid, SHAPE.scored, E), line, expert, lane, scale, K, E, SCORING, SHAPE.renormalize)
-    elif weights is not None:
-        share = gl.load(weights + token * K + gl.minimum(lane, K - 1))
-        share = gl.where((chosen >= 0) & (chosen < experts), share, float("nan"))
-    WEIGHTED: gl.constexpr = ids is None or weights is not None or router.ids is not None
-    if WEIGHTED:
-        put_float(box + lane * 4, share, tid < 32)
+        added = load_epilogue(epilogue, at, token)
+    put_shares(box, found, chosen, ids, weights, router, token, tid, experts, SHAPE)
     held, xs = (), ()
     # weights arrive before the hidden vectors: load them into registers meanwhile
     if launches_early():
         await_bytes(bar)
     else:
-        xs = _hidden_of(x, token, warp, lane, SHAPE, SLOTS)
+        xs = hidden_of(x, token, warp, lane, SHAPE, SLOTS)
         run(wait_ptx(0), lane)
         gl.thread_barrier()
     for i in gl.static_range(min(MINE, HELD)):
         held += (_unit_at(ring, gl.minimum(warp * MINE + i, SLOTS * PARTS - 1), lane, INNER),)  # type: ignore[assignment]
     run(WAIT_AND_LAUNCH, lane)
     if launches_early():
-        xs = _hidden_of(x, token, warp, lane, SHAPE, SLOTS)
+        xs = hidden_of(x, token, warp, lane, SHAPE, SLOTS)
     result = (tid * 0).to(gl.float32)
     total0, total1 = result, result
     for i in gl.static_range(MINE):
@@ -212,7 +202,51 @@ def down_slots(
     if SUMS == 1:
         put_rows(sums + warp * 64, lane, total0, total1)
     gl.thread_barrier()
-    mine = sums + tid % 16 * 4
+    WEIGHTED: gl.constexpr = ids is None or weights is not None or router.ids is not None
+    found, place = (sums, box, chosen, added), (token, row0, tid)
+    store_slots(found, router.cpu, epilogue, shared_down, out, experts, hidden, place, WEIGHTED, SHAPE)
+    memory._keep_alive()
+
+
+@gluon.jit
+def put_shares(box, found, chosen, ids, weights, router, token, tid, experts, SHAPE: gl.constexpr):
+    """Store the weights of a token's slots in shared memory, if slots are weighed."""
+    K: gl.constexpr = SHAPE.k
+    E: gl.constexpr = SHAPE.experts
+    SCORING: gl.constexpr = SHAPE.scoring
+    scores, scale, lane = router.scores, router.scale, tid % 32
+    if ids is None:
+        share = weights_of(found, scores + token * experts, chosen, lane, scale, K, E, SCORING, SHAPE.renormalize)
+    elif router.ids is not None:
+        expert = gl.load(router.ids + token * K + gl.minimum(lane, K - 1))
+        line = scores + token * SHAPE.scored
+        share = weights_of(load_scores(line, tid, SHAPE.scored, E), line, expert, lane, scale, K, E, SCORING, SHAPE.renormalize)
+    elif weights is not None:
+        share = gl.load(weights + token * K + gl.minimum(lane, K - 1))
+        share = gl.where((chosen >= 0) & (chosen < experts), share, float("nan"))
+    if ids is None or weights is not None or router.ids is not None:
+        put_float(box + lane * 4, share, tid < 32)
+
+
+@gluon.jit
+def store_slots(
+    found, cpu, epilogue, shared_down, out, experts, hidden, place, WEIGHTED: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """Add up the sums of each slot, and the slots by their weights, and store 16 elements of a token's results.
+
+    found  addresses of the sums and of the weights, the experts, and what `load_epilogue` returned
+    place  token, first row, thread
+    """
+    sums, box, chosen, added = found
+    token, row0, tid = place
+    INNER: gl.constexpr = SHAPE.width
+    K: gl.constexpr = SHAPE.k
+    W: gl.constexpr = SHAPE.warps
+    PARTS: gl.constexpr = INNER // 256
+    SLOTS: gl.constexpr = K if shared_down is None else K + 1
+    SUMS: gl.constexpr = 1 if (SLOTS * PARTS + W - 1) // W == PARTS else PARTS
+    at, mine, lane = token * hidden + row0 + tid % 16, sums + tid % 16 * 4, tid % 32
+    result = (tid * 0).to(gl.float32)
     if not WEIGHTED:
         for i in gl.static_range((K + 2 * W - 1) // (2 * W)):
             slot = tid // 16 + i * 2 * W
@@ -223,13 +257,14 @@ def down_slots(
     else:
         for n in gl.static_range(K):
             weight, part = float_at(box + n * 4, tid < 16), sum_at(mine + n * (64 * SUMS), tid < 16, SUMS)
-            if router.cpu is not None:
+            if cpu is not None:
                 # without a row nothing was loaded
                 part = gl.where(from_lane(chosen, lane * 0 + n) >= 0, part, 0.0)
             result = gl.fma(part, weight, result)
-        if router.cpu is not None:
-            result = _add_cpu_results(result, router.cpu, box, sums, chosen, token, row0, tid, hidden, K, W)
+        if cpu is not None:
+            result = _add_cpu_results(result, cpu, box, sums, chosen, token, row0, tid, hidden, K, W)
         if epilogue.residual is not None:
+            residual, more = added
             # rounded and added as in `expert_mlp` and `combine`, bit for bit
             result = residual + result.to(out.dtype.element_ty).to(gl.float32)
             if shared_down is not None:
@@ -238,4 +273,3 @@ def down_slots(
             elif epilogue.shared is not None:
                 result += more
         gl.store(out + at, result.to(out.dtype.element_ty), tid < 16)
-    memory._keep_alive()

@@ -4,12 +4,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from auraflux.ops.gpu.device import launches_early, multiprocessors, shared_nbytes
+from auraflux.ops.gpu.device import launches_early, multiprocessor_nbytes, multiprocessors, shared_nbytes
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv
 from auraflux.ops.moe.cuda.matvec.few_tokens import CpuResults, Router, SlotShape, up_slots
 from auraflux.ops.moe.cuda.matvec.few_tokens_down import down_slots
+from auraflux.ops.moe.cuda.matvec.few_tokens_once import COUNTERS, Buffers, once_nbytes, slots_at_once
 from auraflux.ops.moe.cuda.stacks import Epilogue, gate_of, rows_of, shared_args, stack_args
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.pool import CpuMailbox
@@ -18,6 +20,8 @@ from auraflux.ops.moe.routing import Routing
 UP_WARPS = 16
 LATE_WARPS = 8  # where kernels do not start early: programs of one tile, all of which fit at once
 DOWN_WARPS = 8
+ONCE_REGISTERS = 80  # per thread of both in one launch: three programs fit a multiprocessor
+ONCE_UNITS = 3  # of a warp's units of codes, at most; in registers where two programs would not fit a multiprocessor
 MOST_TILES = 5  # of a program of `up_slots`, one lane of a warp for each of their arrays
 MOST_NBYTES = 112 << 10  # of shared memory for tiles; with more, `down_slots` does not fit on the same multiprocessor
 AROUND = 8192  # bytes of shared memory other than codes, at most
@@ -75,6 +79,18 @@ def _launch(
     between = x.new_empty(tokens * slots, inner)
     shared_gate_args, shared_up_args, shared_down_args = shared_args(shared_expert)
     programs, most = up_sizes(hidden, slots * inner // 16, tokens, x.device)
+    weighed = router.ids is None and (ids is None or weights is not None)
+    if weighed and router.cpu is None and at_once(tokens, slots, inner, x.device):
+        wide, narrow = shape._replace(width=hidden, tiles=most, warps=LATE_WARPS), shape._replace(width=inner)
+        held = units_in_registers(hidden, inner, slots, x.device)
+        stacks = tuple(stack_args(each) for each in (gate_of(experts), experts.up, experts.down))
+        buffers = Buffers(between, _counters(stacks[1].packed))
+        sizes = experts.rows, inner, hidden, programs
+        launch(slots_at_once, (programs + hidden // 16, tokens))(
+            x, given, router, epilogue, stacks, shared_args(shared_expert), buffers, out, sizes, wide, narrow, held,
+            num_warps=DOWN_WARPS, maxnreg=ONCE_REGISTERS,
+        )  # fmt: skip
+        return out
     warps = UP_WARPS if launches_early(x.device) else LATE_WARPS
     launch(up_slots, (programs, tokens))(
         x, ids, router.scores, router.bias, stack_args(gate_of(experts)), stack_args(experts.up),
@@ -86,6 +102,34 @@ def _launch(
         shape._replace(width=inner), num_warps=DOWN_WARPS, launch_pdl=True,
     )  # fmt: skip
     return out
+
+
+def at_once(tokens: int, slots: int, inner: int, device: torch.device) -> bool:
+    """Return whether one launch serves both for a token: where kernels do not start early and a warp has few codes."""
+    few = cdiv(slots * (inner // 256), DOWN_WARPS) <= ONCE_UNITS and tokens == 1
+    return few and not launches_early(device)
+
+
+def units_in_registers(hidden: int, inner: int, slots: int, device: torch.device) -> int:
+    """Return how many of a warp's units of codes are in registers, so that two programs fit a multiprocessor."""
+    fits = (
+        n
+        for n in range(ONCE_UNITS)
+        if 2 * once_nbytes(hidden, inner, slots, DOWN_WARPS, n) + 4096 <= multiprocessor_nbytes(device)
+    )
+    return next(fits, ONCE_UNITS)
+
+
+# by the codes of the experts, so that launches that may run at the same time do not share them
+_held_counters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _counters(codes: Tensor) -> Tensor:
+    """Return the counters of a token; they never move, because graphs refer to them."""
+    if codes not in _held_counters:
+        _held_counters[codes] = torch.zeros(1, COUNTERS, dtype=torch.int32, device=codes.device)
+    held: Tensor = _held_counters[codes]
+    return held
 
 
 def order_of(experts: Experts, k: int) -> tuple[int, int]:

@@ -105,7 +105,7 @@ def _read_ptx(bits, rows, pending):
 
 
 @gluon.constexpr_function
-def _look_up_ptx(word, outs, lane, table, bits):
+def look_up_ptx(word, outs, lane, table, bits):
     """Return PTX that maps a word to the levels of its codes in pairs, with 4 * lane in every byte of `lane`."""
     text = f"and.b32 h, {word}, 0x7F7F7F7F; lop3.b32 l, {word}, 0x80808080, {lane}, 0xEA; "
     for byte in range(4):
@@ -132,7 +132,7 @@ def _write_ptx(bits, rows, first, positions):
     for k in range(count):
         for j in range(each):
             outs = [f"v{4 * k + 4 // each * j + n}" for n in range(4 // each)]
-            text += _look_up_ptx(f"${1 + each * k + j}", outs, lane, table, bits)
+            text += look_up_ptx(f"${1 + each * k + j}", outs, lane, table, bits)
     for k in range(count):
         row, half = first + k // 2, k % 2
         values = ", ".join(f"v{4 * k + n}" for n in range(4))
@@ -147,14 +147,14 @@ def _registers(outs, ins):
 
 
 @gluon.jit
-def _load_table(levels, FIRST: gl.constexpr, ROWS: gl.constexpr, NW: gl.constexpr):
+def load_table(levels, FIRST: gl.constexpr, ROWS: gl.constexpr, NW: gl.constexpr):
     FILL: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [NW, 1], [1, 0])
     row, column = gl.arange(0, ROWS, gl.SliceLayout(1, FILL)), gl.arange(0, 32, gl.SliceLayout(0, FILL))
     return gl.load(levels + FIRST + row[:, None] + column[None, :] * 0)
 
 
 @gluon.jit
-def _store_table(shared, words, AT: gl.constexpr, ROWS: gl.constexpr):
+def store_table(shared, words, AT: gl.constexpr, ROWS: gl.constexpr):
     some = shared.index(AT)._reinterpret(gl.int32, [ROWS, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     some.store(words)
 
@@ -275,7 +275,7 @@ def decode(
     gl.static_assert(NP == 8 * NW and DEPTH <= 2 * CHUNKS)
     if NW == 8:
         # issued before any load that is waited for
-        words0, words1 = _load_table(levels, 0, 128, NW), _load_table(levels, 128, 128, NW)
+        words0, words1 = load_table(levels, 0, 128, NW), load_table(levels, 128, 128, NW)
     L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NW, 1], [1, 0])
     warp = gl.arange(0, NW, gl.SliceLayout(1, L))[:, None]
     lane = gl.arange(0, 32, gl.SliceLayout(0, L))[None, :] + warp * 0
@@ -291,11 +291,11 @@ def decode(
         page = page0 if n < CHUNKS else page1
         _copy(to + n * NBYTES, source, page, begin, n // CHUNKS, old, count, pool, n % CHUNKS, n % CHUNKS == 0, CONFIG)
     if NW == 8:
-        _store_table(shared, words0, 0, 128)
-        _store_table(shared, words1, 4, 128)
+        store_table(shared, words0, 0, 128)
+        store_table(shared, words1, 4, 128)
     else:
         for part in gl.static_range(4):
-            _store_table(shared, _load_table(levels, part * 64, 64, NW), 2 * part, 64)
+            store_table(shared, load_table(levels, part * 64, 64, NW), 2 * part, 64)
     gl.thread_barrier()
     for i in range(count):
         page3 = page_of(table, begin, i + 3, count, PAGE, NP)

@@ -41,12 +41,12 @@ def merge_rotated_shares(
 ):  # fmt: skip
     """Merge the splits of one head at P channels, and finish the inverse transform over these; grid (rows, D / P).
 
-    HALF   neighbouring channels among them: all, or half, and the other half D / 2 later
+    HALF   neighbouring channels among them: all, or half, and the other half D / 2 later, or a quarter, every D / 4
     EARLY  launch the next kernel before the splits are complete; no other kernel reads them
     """
     SCALE: tl.constexpr = (D // P) ** -0.5
     s, j = tl.arange(0, S), tl.arange(0, P)
-    d = tl.program_id(1) * HALF + j % HALF + j // HALF * (D // 2)
+    d = tl.program_id(1) * HALF + j % HALF + j // HALF * (D // (P // HALF))
     row, line = tl.program_id(0).to(tl.int64) * splits, tl.program_id(0).to(tl.int64)
     sign = tl.load(signs + d)[None, :]
     if EARLY:
