@@ -15,7 +15,7 @@ from auraflux.bench.routing import RandomRouting, TracedRouting
 from auraflux.cache import Cache, CacheSettings
 from auraflux.engine import calibration
 from auraflux.engine.calibrate import FEW_TOKENS, calibrate_keys, random_tokens
-from auraflux.engine.device import activation_dtype, chunk_for, device_memory
+from auraflux.engine.device import activation_dtype, check_fp8, chunk_for, device_memory
 from auraflux.engine.engine import Engine
 from auraflux.errors import FormatError, InputError
 from auraflux.loading.gpu_division import GpuRequest, divide
@@ -200,6 +200,7 @@ def random_language(
     calibrate: str = "off",
     exact: bool = False,
     invariant: bool = False,
+    fp8: bool = False,
     graphs: bool = True,
     experts: RandomExperts = RandomExperts(),  # noqa: B008
 ) -> LanguageModel:
@@ -212,6 +213,8 @@ def random_language(
     """
     if isinstance(experts.routing, TracedRouting):
         _check_trace(experts.routing, config)
+    if fp8:
+        check_fp8(device)
     dtype, settings = activation_dtype(device), settings.for_family(family_name(config)).for_device(device.type)
     sizes: dict[str, Any] = {"context": context, "sequences": sequences + 1, "dtype": dtype}
     sizes["chunk"] = chunk_for(device, invariant)
@@ -232,7 +235,9 @@ def random_language(
             tokens = random_tokens(FEW_TOKENS, model.config.vocab)
             sizes["key_calibration"] = calibrate_keys(model, shapes, tokens, dtype, device)
         graphs = graphs and (pool is None or pool.pinned or pool.resident)
-        engine = Engine(model, shapes, settings, **sizes, exact=exact, invariant=invariant, graphs=graphs, device=device)
+        engine = Engine(
+            model, shapes, settings, **sizes, exact=exact, invariant=invariant, fp8=fp8, graphs=graphs, device=device
+        )
     if pool is not None:
         engine.use_pool(pool)
     scheduler = Scheduler(engine, None, frozenset(), max_sequences=sequences)

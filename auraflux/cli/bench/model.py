@@ -174,6 +174,7 @@ def random_loaded(
         calibrate=chosen["calibrate"],
         exact=chosen["exact"],
         invariant=chosen["invariant"],
+        fp8=chosen["prefill"] == "fp8",
         graphs=chosen["graphs"],
         experts=_random_experts(chosen, device, routing),
     )
@@ -253,6 +254,7 @@ def _document(name: str, ours: "Ours", found: "list[Speed]", profile: bool) -> d
         "weights_nbytes": nbytes(engine.model),
         "peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         "invariant": engine.runner.invariant,
+        "fp8_prefill": engine.runner.fp8_prefill,
         "not_replayed_because": engine.graphs.refused,
         "results": [asdict(speed) for speed in found],
     }
