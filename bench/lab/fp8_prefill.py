@@ -31,8 +31,8 @@ def round_linears(model: nn.Module) -> None:
 
 
 @torch.inference_mode()
-def logprobs(model: nn.Module, texts: list[Tensor]) -> list[Tensor]:
-    return [model(text[None]).logits[0].float().log_softmax(-1) for text in texts]
+def logprobs(model: nn.Module, passages: list[Tensor]) -> list[Tensor]:
+    return [model(passage[None]).logits[0].float().log_softmax(-1) for passage in passages]
 
 
 def main() -> None:
@@ -40,12 +40,12 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     files = sorted((resources.files("auraflux.eval") / "texts").iterdir(), key=lambda file: file.name)
-    texts = [
+    passages = [
         tokenizer(file.read_text(), return_tensors="pt").input_ids[0][:TOKENS] for file in files if file.name.endswith("txt")
     ]
-    exact = logprobs(model, texts)
+    exact = logprobs(model, passages)
     round_linears(model)
-    for file, a, b in zip(files, exact, logprobs(model, texts), strict=False):
+    for file, a, b in zip(files, exact, logprobs(model, passages), strict=False):
         kl = (a.exp() * (a - b)).sum(-1)
         print(
             f"{file.name}: KL {kl.mean():.4f}, same top token {(a.argmax(-1) == b.argmax(-1)).float().mean():.1%}", flush=True
