@@ -153,7 +153,7 @@ def random_loaded(
     routing: "RandomRouting | None" = None,
 ) -> "LanguageModel":
     """Make the model of --random and --shape."""
-    from auraflux.bench.random_weights import random_language
+    from auraflux.bench.random_weights import Numerics, random_language
     from auraflux.bench.shapes import shape_of
     from auraflux.engine.device import find_device
     from auraflux.weights.experts.settings import parse_nbytes
@@ -172,9 +172,7 @@ def random_loaded(
         sequences=batch,
         cache_nbytes=None if memory is None else parse_nbytes(memory),
         calibrate=chosen["calibrate"],
-        exact=chosen["exact"],
-        invariant=chosen["invariant"],
-        fp8=chosen["prefill"] == "fp8",
+        numerics=Numerics(chosen["exact"], chosen["invariant"], chosen["prefill"] == "fp8"),
         graphs=chosen["graphs"],
         experts=_random_experts(chosen, device, routing),
     )
