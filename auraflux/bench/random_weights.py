@@ -189,7 +189,7 @@ class RandomExperts:
 
 
 class Numerics(NamedTuple):
-    """How an engine multiplies, see `Engine`."""
+    """Precision of an engine, see `Engine`."""
 
     exact: bool = False
     invariant: bool = False
