@@ -92,6 +92,7 @@ class Ours:
         self.scheduler, self.engine, self.batch = scheduler, scheduler.engine, batch
         self.name = f"auraflux {self.engine.cache.settings.kv}" + (" exact" if self.engine.runner.exact else "")
         self.name += " invariant" if self.engine.runner.invariant else ""
+        self.name += " FP8 prefill" if self.engine.runner.fp8_prefill else ""
         self._jobs: list[Sequence] = []
         self._events: list[Output] = []
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from auraflux.bench.routing import RandomRouting, TracedRouting
 from auraflux.cache import Cache, CacheSettings
 from auraflux.engine import calibration
 from auraflux.engine.calibrate import FEW_TOKENS, calibrate_keys, random_tokens
-from auraflux.engine.device import activation_dtype, chunk_for, device_memory
+from auraflux.engine.device import activation_dtype, check_fp8, chunk_for, device_memory
 from auraflux.engine.engine import Engine
 from auraflux.errors import FormatError, InputError
 from auraflux.loading.gpu_division import GpuDivision, GpuRequest, divide
@@ -189,6 +189,14 @@ class RandomExperts:
     compute: str = "auto"
 
 
+class Numerics(NamedTuple):
+    """Precision of an engine, see `Engine`."""
+
+    exact: bool = False
+    invariant: bool = False
+    fp8: bool = False
+
+
 def random_language(
     config: dict[str, Any],
     settings: CacheSettings,
@@ -199,8 +207,7 @@ def random_language(
     sequences: int = 1,
     cache_nbytes: int | None = None,
     calibrate: str = "off",
-    exact: bool = False,
-    invariant: bool = False,
+    numerics: Numerics = Numerics(),  # noqa: B008
     graphs: bool = True,
     experts: RandomExperts = RandomExperts(),  # noqa: B008
 ) -> LanguageModel:
@@ -209,13 +216,16 @@ def random_language(
     context       most tokens of a sequence
     cache_nbytes  of the KV cache; by default enough for all sequences at full length
     calibrate     "off", or any other value to calibrate its keys
+    numerics      of the engine
     experts       routing and memory of experts
     """
     if isinstance(experts.routing, TracedRouting):
         _check_trace(experts.routing, config)
+    if numerics.fp8:
+        check_fp8(device)
     dtype, settings = activation_dtype(device), settings.for_family(family_name(config)).for_device(device.type)
     sizes: dict[str, Any] = {"context": context, "sequences": sequences + 1, "dtype": dtype}
-    sizes["chunk"] = chunk_for(device, invariant)
+    sizes["chunk"] = chunk_for(device, numerics.invariant)
     if cache_nbytes is not None:
         shapes = cache_shapes(config)
         sizes["tokens"] = pool_tokens(shapes, settings, cache_nbytes, cached_sequences=0, **sizes)
@@ -233,7 +243,7 @@ def random_language(
             tokens = random_tokens(FEW_TOKENS, model.config.vocab)
             sizes["key_calibration"] = calibrate_keys(model, shapes, tokens, dtype, device)
         graphs = graphs and (pool is None or pool.pinned or pool.resident)
-        engine = Engine(model, shapes, settings, **sizes, exact=exact, invariant=invariant, graphs=graphs, device=device)
+        engine = Engine(model, shapes, settings, **sizes, **numerics._asdict(), graphs=graphs, device=device)
     if pool is not None:
         engine.use_pool(pool)
     scheduler = Scheduler(engine, None, frozenset(), max_sequences=sequences)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.errors import BackendError, DeviceMemoryError, InputError
+from auraflux.errors import BackendError, DeviceMemoryError, InputError, SettingsError
 from auraflux.ops._dispatch import all_ops
 
 CHUNK = {"cpu": 512, "cuda": 8192}  # tokens of a prefill step
@@ -39,6 +39,17 @@ def find_device(name: str) -> torch.device:
 def activation_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype of activations on a device."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def check_fp8(device: torch.device) -> None:
+    """Refuse a device that does not multiply in FP8."""
+    if device.type != "cuda":
+        raise SettingsError(f"FP8 prefill needs an NVIDIA GPU of compute capability 8.9 or newer; the model runs on {device}.")
+    from auraflux.ops.gpu.device import capability, not_fp8
+
+    if not_fp8(device):
+        major, minor = capability(device)
+        raise SettingsError(f"FP8 prefill needs a GPU of compute capability 8.9 or newer; this one has {major}.{minor}.")
 
 
 def free_device_nbytes(device: torch.device) -> int:

@@ -59,6 +59,7 @@ class Engine:
 
     exact      multiply float32 activations, see `ModelRunner`
     invariant  batch-invariant results on a GPU, see `ModelRunner`
+    fp8        round the operands of long prefill chunks to FP8, see `ModelRunner`
     graphs     replay decode steps, on a GPU also prefill steps, instead of running their Python every time
     ranks      that run the model with this process; None for a single process
     hidden     return the hidden states of all tokens, which MTP drafts from
@@ -82,6 +83,7 @@ class Engine:
         *,
         exact: bool = False,
         invariant: bool = False,
+        fp8: bool = False,
         graphs: bool = True,
         ranks: Ranks | None = None,
         hidden: bool = False,
@@ -94,7 +96,7 @@ class Engine:
         self.device, self.returns_hidden = self.cache.device, hidden
         single_rank = HiddenRunner if hidden else ModelRunner
         self.runner = (single_rank if ranks is None else ranks.runner)(model, self.cache, exact)
-        self.runner.invariant = invariant
+        self.runner.invariant, self.runner.fp8_prefill = invariant, fp8
         self.graphs = GraphRunner(self.runner, graphs)
 
     @property

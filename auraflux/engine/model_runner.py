@@ -6,10 +6,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from auraflux.cache import Batch, Cache, MixedBatch
+from auraflux.cache import Batch, Cache, Logits, MixedBatch
 from auraflux.cache.page_shards import PageShard
 from auraflux.ops import invariant
-from auraflux.ops._dispatch import activation_bits
+from auraflux.ops._dispatch import activation_bits, fp8_products
 from auraflux.weights.parallel.expert_placement import PlacementResult
 
 NARROW = 1024  # hidden width below which int8 activations often change an answer, and int16 ones take little time
@@ -64,12 +64,14 @@ class ModelRunner:
 
     exact         multiply float32 activations; otherwise CPU kernels round them to int8 per group, to int16 in a narrow model
     invariant     use batch-invariant CUDA kernels; CPU kernels always are
+    fp8_prefill   linear layers of long prefill chunks may round their operands to FP8; not those of mixed batches
     hidden        hidden states behind the last logits, [N, H]; None unless `HiddenRunner`
     single_rank   no other rank takes part in its steps
     reset_graphs  drops the recordings of its steps
     """
 
     invariant = False
+    fp8_prefill = False
     hidden: Tensor | None = None
     single_rank = True
 
@@ -92,19 +94,21 @@ class ModelRunner:
         return rejected
 
     @contextmanager
-    def numerics(self) -> Iterator[None]:
-        """Select the kernels of `exact` and `invariant` inside the block."""
-        with activation_bits(32 if self.exact else rounded_bits(self.model.config.hidden)), invariant(self.invariant):
+    def numerics(self, batch: Batch | MixedBatch | None = None) -> Iterator[None]:
+        """Select the kernels of `exact`, `invariant` and, for the tokens of a batch, `fp8_prefill` inside the block."""
+        bits = 32 if self.exact else rounded_bits(self.model.config.hidden)
+        fp8 = self.fp8_prefill and batch is not None and batch.logits is not Logits.DECODE
+        with activation_bits(bits), invariant(self.invariant), fp8_products(fp8):
             yield
 
     def forward(self, ids: Tensor, batch: Any) -> Tensor:
         """Run the tokens of an extended batch and return the final hidden states of those that need logits, [N, H]."""
-        with self.numerics():
+        with self.numerics(batch):
             return self.model.forward(ids, batch, self.cache)
 
     def prefill_by_layers(self, parts: Sequence[tuple[Tensor, Batch]]) -> None:
         """Run the tokens of extended batches that need no logits, all through a layer before the next one."""
-        with self.numerics():
+        with self.numerics(parts[0][1]):
             self.model.prefill_by_layers(parts, self.cache)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from auraflux.defaults import AUTO, CALIBRATE
 from auraflux.distributed.leader import Leader
 from auraflux.distributed.parallel import EXPERTS, TENSOR, Parallel
 from auraflux.durations import parse_latency
-from auraflux.engine.device import chunk_for, device_memory, find_device, free_device_nbytes
+from auraflux.engine.device import check_fp8, chunk_for, device_memory, find_device, free_device_nbytes
 from auraflux.engine.early_compile import start_compiling, stop_compiling
 from auraflux.engine.engine import Engine
 from auraflux.errors import SettingsError
@@ -57,6 +57,7 @@ def load(
     context: int | None = None,
     *,
     invariant: bool = False,
+    prefill: str = "auto",
     graphs: bool = True,
     calibrate: str | Path = CALIBRATE,
     expert_memory: str | int | ExpertSettings | None = None,
@@ -84,6 +85,8 @@ def load(
     exact          use float32 activations; otherwise CPU kernels quantize activations to int8 per group
     context        maximum tokens of a sequence; by default the model's own limit, or what a quarter of the free memory holds
     invariant      make CUDA kernels batch-invariant, see docs/numerics.md; CPU kernels always are
+    prefill        "fp8" rounds activations and weights of linear layers to FP8 in prefill chunks of 512 tokens and more, on
+                   GPUs of compute capability 8.9 and newer: faster, and less accurate, see docs/numerics.md
     graphs         replay decode steps and prefill chunks; as CUDA graphs on a GPU
     calibrate      per-channel mean and scale that are removed from keys before quantization: "auto" measures them when a model
                    is first loaded and saves them; "off" uses none; or a file of saved ones
@@ -119,6 +122,7 @@ def load(
             quantize=quantize,
             exact=exact,
             invariant=invariant,
+            prefill=prefill,
             graphs=graphs,
             context=context,
             chunk=chunk,
@@ -146,6 +150,8 @@ def load_with(path_or_name: str | Path | None, options: LoadOptions) -> Language
     device, settings, experts = find_device(options.device), options.cache_settings, options.expert_settings
     settings, ranks = settings.for_device(device.type), options.ranks
     options.check()
+    if options.fp8_prefill:
+        check_fp8(device)
     default_chunk = chunk_for(device, options.invariant)
     sizes = RequestedSizes(options.context, options.chunk, options.max_sequences, options.cache_memory, default_chunk)
     gpu_memory = _gpu_memory(options, device)

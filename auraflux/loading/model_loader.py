@@ -169,6 +169,7 @@ class ModelLoader:
                 key_calibration=key_calibration,
                 exact=self.options.exact,
                 invariant=self.options.invariant,
+                fp8=self.options.fp8_prefill,
                 graphs=self.graphs,
                 ranks=self.leader,
                 hidden=bool(self.source.mtp_shapes),
@@ -194,6 +195,7 @@ class ModelLoader:
     def prefix_disk(self, engine: Engine, nbytes: int, folder: Path) -> PrefixDisk:
         """Return the prefix cache on disk; entries of other models and of other settings have other folders."""
         variant = ["invariant"] if engine.batch_invariant else []
+        variant += ["fp8 prefill"] if engine.runner.fp8_prefill else []
         variant += [f"context {engine.cache.context}"] if engine.model.by_context else []
         name = fingerprint(self.source.path, self.options.quantize, self.options.exact, engine.cache.format, *variant)
         return PrefixDisk(folder / name, nbytes, name)

@@ -18,6 +18,7 @@ from auraflux.quant import check_format
 from auraflux.weights.experts.settings import ExpertSettings, parse_nbytes
 
 GROUP = 64  # group size of weights that are quantized while loading
+PREFILLS = ("auto", "fp8")
 MAX = {"context": 1 << 40, "chunk": 1 << 20, "max_sequences": 1 << 16}
 
 
@@ -30,6 +31,7 @@ class LoadOptions:
     quantize       bits to which dense weights are quantized; None for their own format
     exact          use float32 activations on a CPU
     invariant      batch-invariant kernels on a GPU
+    prefill        "fp8" to round the operands of long prefill chunks to FP8; "auto" not to
     graphs         replay decode steps
     context        maximum tokens of a sequence; None for the largest that fits
     chunk          tokens of a prefill chunk; None for the device's default
@@ -55,6 +57,7 @@ class LoadOptions:
     quantize: int | None = None
     exact: bool = False
     invariant: bool = False
+    prefill: str = "auto"
     graphs: bool = True
     context: int | None = None
     chunk: int | None = None
@@ -81,6 +84,10 @@ class LoadOptions:
                 raise SettingsError(f"{name}={count!r:.80} must be an integer from 1 to {MAX[name]:,}.")
         if self.quantize is not None:
             check_format(self.quantize, GROUP)
+        if self.prefill not in PREFILLS:
+            raise SettingsError(f"prefill={self.prefill!r:.80} is not one of: {', '.join(PREFILLS)}.")
+        if self.fp8_prefill and (self.invariant or self.parallel is not None):
+            raise SettingsError("FP8 prefill is neither batch-invariant nor supported on several ranks.")
         if self.target_itl is not None:
             parse_latency(self.target_itl)
         if self.gpu_memory is not None:
@@ -105,6 +112,10 @@ class LoadOptions:
         return replace(settings, compute="gpu") if self.invariant else settings
 
     @property
+    def fp8_prefill(self) -> bool:
+        return self.prefill == "fp8"
+
+    @property
     def ranks(self) -> Parallel | None:
         return parse_parallel(self.parallel) if isinstance(self.parallel, str) else self.parallel
 
@@ -118,6 +129,7 @@ class LoadOptions:
             calibrate=calibration.for_second_model(self.calibrate),
             # the draft model is small: its weights are not quantized, and it has no queue
             quantize=None,
+            prefill="auto",
             max_queue=None,
             target_itl=None,
             cache_memory=None,

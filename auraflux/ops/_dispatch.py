@@ -37,6 +37,7 @@ if _env_backend not in (None, *BACKENDS):
 _forced: ContextVar[str | None] = ContextVar("backend", default=_env_backend)
 _activation_bits: ContextVar[int] = ContextVar("activation_bits", default=8)
 _invariant: ContextVar[bool] = ContextVar("invariant", default=False)
+_fp8_products: ContextVar[bool] = ContextVar("fp8_products", default=False)
 _uncached: ContextVar[bool] = ContextVar("uncached", default=False)
 
 
@@ -264,6 +265,20 @@ def invariant(on: bool = True) -> Iterator[None]:
 
 def is_invariant() -> bool:
     return _invariant.get()
+
+
+@contextmanager
+def fp8_products(on: bool = True) -> Iterator[None]:
+    """Let CUDA kernels round the operands of linear layers of hundreds of tokens to FP8 inside the block."""
+    token = _fp8_products.set(on)
+    try:
+        yield
+    finally:
+        _fp8_products.reset(token)
+
+
+def rounds_to_fp8() -> bool:
+    return _fp8_products.get()
 
 
 @contextmanager

@@ -159,7 +159,7 @@ def random_loaded(
     routing: "RandomRouting | None" = None,
 ) -> "LanguageModel":
     """Make the model of --random and --shape."""
-    from auraflux.bench.random_weights import random_language
+    from auraflux.bench.random_weights import Numerics, random_language
     from auraflux.bench.shapes import shape_of
     from auraflux.engine.device import find_device
     from auraflux.weights.experts.settings import parse_nbytes
@@ -178,8 +178,7 @@ def random_loaded(
         sequences=batch,
         cache_nbytes=None if memory is None else parse_nbytes(memory),
         calibrate=chosen["calibrate"],
-        exact=chosen["exact"],
-        invariant=chosen["invariant"],
+        numerics=Numerics(chosen["exact"], chosen["invariant"], chosen["prefill"] == "fp8"),
         graphs=chosen["graphs"],
         experts=_random_experts(chosen, device, routing),
     )
@@ -259,6 +258,7 @@ def _document(name: str, ours: "Ours", found: "list[Speed]", profile: bool) -> d
         "weights_nbytes": nbytes(engine.model),
         "peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         "invariant": engine.runner.invariant,
+        "fp8_prefill": engine.runner.fp8_prefill,
         "not_replayed_because": engine.graphs.refused,
         "results": [asdict(speed) for speed in found],
     }

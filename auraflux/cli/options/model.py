@@ -154,6 +154,13 @@ LOADING = [
     click.option("--exact", is_flag=True, help="Use float32 activations instead of rounded ones."),
     click.option("--invariant", is_flag=True, help="Make CUDA kernels batch-invariant; CPU kernels always are."),
     click.option(
+        "--prefill",
+        type=click.Choice(["auto", "fp8"]),
+        default="auto",
+        show_default=True,
+        help="fp8: multiply long prefill chunks in FP8 (GPUs from RTX 40 and H100 on): faster, less accurate.",
+    ),
+    click.option(
         "--adapter",
         "adapters",
         multiple=True,
@@ -258,6 +265,7 @@ def load_options(
         quantize=chosen["quantize"],
         exact=chosen["exact"],
         invariant=chosen["invariant"],
+        prefill=chosen["prefill"],
         graphs=chosen["graphs"],
         context=chosen["context"],
         cache_memory=chosen.get("cache_memory"),

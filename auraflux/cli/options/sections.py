@@ -12,7 +12,7 @@ SECTIONS: dict[str, frozenset[str]] = {
         "Measurement": "--text --peers --ablations --window --windows --copy --needle --tools --questions --speed --fresh",
         "Random weights": "--random --shape --layers",
         "Batch and prefix cache": "--max-sequences --max-queue --target-itl --cache-memory --prefix-disk --prefix-folder",
-        "Model": "--device --context --quantize --gpu-memory --graph --exact --invariant --speculate --mmproj",
+        "Model": "--device --context --quantize --gpu-memory --graph --exact --invariant --prefill --speculate --mmproj",
         "KV cache": "--kv --kv-skip-first-layers --kv-skip-last-layers --sink-tokens --recent-window --calibrate --sparse-v",
         "Expert offloading": "--expert-memory --experts --expert-io --expert-host-memory --expert-prefetch --expert-balance "
         "--verify",

@@ -19,6 +19,7 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST = AMPERE  # the first whose tensor cores take bfloat16
 SIGNED_MAXIMUM: Capability = (8, 6)  # the first with max.xorsign.abs
+FP8_PRODUCTS: Capability = (8, 9)  # the first whose tensor cores take e4m3
 CLUSTERS = HOPPER  # the first with TMA, clusters and programmatic dependent launch
 INTERPRETED_MULTIPROCESSORS = 4  # few, so that wrappers launch few large programs
 # of GPUs that are not there: A100, RTX 3090, RTX 4090, H200, B200, RTX 5090
@@ -56,6 +57,11 @@ def not_gluon(device: torch.device) -> str | None:
 def not_signed_maximum(device: torch.device) -> str | None:
     """Return why kernels that take maxima by max.xorsign.abs do not run on a device; None where they do."""
     return _lacks(device, lambda gpu: gpu >= SIGNED_MAXIMUM, "needs compute capability 8.6")
+
+
+def not_fp8(device: torch.device) -> str | None:
+    """Return why tensor cores do not multiply e4m3 on a device; None where they do."""
+    return _lacks(device, lambda gpu: gpu >= FP8_PRODUCTS, "needs compute capability 8.9")
 
 
 def not_tma(device: torch.device) -> str | None:

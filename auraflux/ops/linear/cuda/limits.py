@@ -10,15 +10,16 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from auraflux.ops._dispatch import is_invariant
+from auraflux.ops._dispatch import is_invariant, rounds_to_fp8
 from auraflux.ops.fake_gpu import fake_capability
-from auraflux.ops.gpu.device import not_clusters, not_gluon, not_signed_maximum, not_tma, not_wgmma
+from auraflux.ops.gpu.device import not_clusters, not_fp8, not_gluon, not_signed_maximum, not_tma, not_wgmma
 from auraflux.ops.gpu.sizes import cached_per_weight
 from auraflux.ops.linear.cuda.call import DENSE_ROWS, Call
 from auraflux.ops.linear.cuda.dequantize import refuses_bf16
 from auraflux.ops.linear.cuda.gemm import bits_skinny as gemm_bits_skinny
 from auraflux.ops.linear.cuda.gemm import cluster as gemm_cluster
 from auraflux.ops.linear.cuda.gemm import cluster_dense as gemm_cluster_dense
+from auraflux.ops.linear.cuda.gemm import fp8 as gemm_fp8
 from auraflux.ops.linear.cuda.gemm import int4_skinny as gemm_int4_skinny
 from auraflux.ops.linear.cuda.gemm import int4_tiles as gemm_int4_tiles
 from auraflux.ops.linear.cuda.gemm import wgmma_launch as gemm_wgmma_launch
@@ -67,6 +68,7 @@ def key(call: Call) -> Hashable:
             x.data_ptr() % ALIGNMENT,
             x.device,
             fake_capability(),
+            rounds_to_fp8(),
             call.gated,
             call.needs_normed,
         ),
@@ -171,6 +173,11 @@ def _wgmma_tokens(call: Call) -> bool:
 def _cublas_is_as_fast(call: Call) -> bool:
     weight = call.weights[0]
     return isinstance(weight, Tensor) and call.x.dtype == weight.dtype and weight.shape[0] > DENSE_ROWS
+
+
+def _sizes(call: Call) -> list[int]:
+    """Return the inputs and the outputs of a call."""
+    return [call.width, *(weight.shape[0] for weight in call.weights)]
 
 
 def _needs(lacks: Callable[[torch.device], str | None]) -> Condition:
@@ -326,6 +333,24 @@ GEMM_WGMMA = all_of(
     require(lambda call: not _few_tokens_fit_skinny(call), lambda call: f"{call.tokens} tokens: skinny GEMMs are faster"),
     _needs(not_wgmma),
     NORM_FITS,
+)
+GEMM_FP8 = all_of(
+    require(lambda call: rounds_to_fp8(), "FP8 products are not requested"),
+    require(
+        lambda call: call.tokens >= gemm_fp8.FEWEST_TOKENS,
+        lambda call: f"{call.tokens} tokens; FP8 products take {gemm_fp8.FEWEST_TOKENS} or more",
+    ),
+    require(lambda call: not call.needs_normed, "the weights are a router's"),
+    require(lambda call: call.x.dtype is BF16, "activations are not bf16"),
+    require(
+        lambda call: all(isinstance(weight, QTensor) or weight.dtype is BF16 for weight in call.weights),
+        "a dense weight is not bf16",
+    ),
+    require(
+        lambda call: call.width <= gemm_fp8.WIDEST and not any(size % gemm_fp8.MULTIPLE for size in _sizes(call)),
+        lambda call: f"wider than {gemm_fp8.WIDEST}, or a size is no multiple of {gemm_fp8.MULTIPLE}",
+    ),
+    _needs(not_fp8),
 )
 GEMM_INVARIANT = INVARIANT
 GEMM_INT4_SKINNY = all_of(

@@ -5,6 +5,8 @@ multiplied from codes by skinny GEMMs, up to 64 by clusters that split K, or by 
 (4-bit gate and up: any number) by wgmma. Beyond that, and for other formats, the weight is dequantized to the activations'
 dtype for cuBLAS, which also multiplies dense weights.
 
+Where FP8 products are requested, 512 tokens and more are multiplied in FP8.
+
 With batch invariance requested, four-bit weights have a matvec and a GEMM of one summation order; other weights have
 `gemm_invariant`.
 """
@@ -22,6 +24,7 @@ from auraflux.ops.linear.cuda.dequantize import dequantized_bf16
 from auraflux.ops.linear.cuda.gemm import bits_skinny as gemm_bits_skinny
 from auraflux.ops.linear.cuda.gemm import cluster as gemm_cluster
 from auraflux.ops.linear.cuda.gemm import cluster_dense as gemm_cluster_dense
+from auraflux.ops.linear.cuda.gemm import fp8 as gemm_fp8
 from auraflux.ops.linear.cuda.gemm import int4_invariant as gemm_int4_invariant
 from auraflux.ops.linear.cuda.gemm import int4_skinny as gemm_int4_skinny
 from auraflux.ops.linear.cuda.gemm import int4_tiles as gemm_int4_tiles
@@ -158,6 +161,14 @@ def _wgmma(call: Call) -> Products:
     return Products([_with_bias(out, bias) for out, bias in zip(outs, call.biases, strict=True)])
 
 
+def _fp8(call: Call) -> Products:
+    h, total = _normed(call)
+    outs = gemm_fp8.multiply(h, call.weights)
+    if call.gated:
+        return Products([swiglu(*outs)], total)
+    return Products([_with_bias(out, bias) for out, bias in zip(outs, call.biases, strict=True)], total)
+
+
 def _int4_skinny(call: Call) -> Products:
     outs = call.outs()
     gemm_int4_skinny.multiply(call.x, call.quantized[0], outs[0])
@@ -187,10 +198,16 @@ def _without_norm(call: Call, x: Tensor) -> Call:
     return Call(x, call.weights, call.biases, gated=call.gated)
 
 
-def _norm_first(call: Call) -> Products:
-    assert call.norm is not None
+def _normed(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Return a call's normalised activations, and the sum before the norm; x and None without a norm."""
+    if call.norm is None:
+        return call.x, None
     delta, weight, eps = call.norm
-    h, total = (rms_norm(call.x, weight, eps), call.x) if delta is None else add_rms_norm(delta, call.x, weight, eps)
+    return (rms_norm(call.x, weight, eps), call.x) if delta is None else add_rms_norm(delta, call.x, weight, eps)
+
+
+def _norm_first(call: Call) -> Products:
+    h, total = _normed(call)
     return Products(PRODUCTS(_without_norm(call, h)).outs, total, h)
 
 
@@ -254,6 +271,7 @@ PRODUCTS: Routes[Call, Products] = Routes(
     Route("matvec of gate and up", limits.MATVEC_GATED, _matvec_gated, speed=speed.MATVEC_SLOWER),
     Route("matvec_dense_normed", limits.MATVEC_DENSE_NORMED, _dense_normed, invariant=True, speed=speed.DENSE_MATVEC),
     Route("dense matvec of two", limits.MATVEC_DENSE_TWO, _dense_two, speed=speed.DENSE_MATVEC),
+    Route("gemm_fp8", limits.GEMM_FP8, _fp8, speed=speed.GEMM),
     Route("gemm_cluster_dense", limits.GEMM_CLUSTER_DENSE, _cluster_dense, speed=speed.DENSE_GEMM),
     Route("gemm_cluster", limits.GEMM_CLUSTER, _cluster, speed=speed.GEMM),
     Route("gemm_wgmma", limits.GEMM_WGMMA, _wgmma, speed=speed.GEMM),
