@@ -23,7 +23,7 @@ from auraflux.models.mlp import AddedMLP
 from auraflux.models.mtp import MTPNames, after_last
 from auraflux.models.output_norms import NormedMixture
 from auraflux.models.rotation import Growth, RopeSettings, Rotation, growth, rope_settings, rotation
-from auraflux.ops import Routing, latent_output, latent_query
+from auraflux.ops import Routing, gate_heads, latent_output, latent_query
 from auraflux.quant import QTensor
 from auraflux.weights.fields import COUNT, EXPERTS, FACTOR, HEAD, LATENT, LAYER_INTERVAL, LAYERS, NAME, SHARED_EXPERTS, WIDTH
 from auraflux.weights.formats.stored import Stored
@@ -192,7 +192,7 @@ class Model(Decoder[Config]):
 
 
 class Attention(PartMixer):
-    """Latent attention over the cache."""
+    """Latent attention over the cache; a `gate` is a projection to one gate per head."""
 
     def __init__(self, config: Config, weights: Weights, name: str):
         mine = weights.slices.heads(config.heads)
@@ -204,28 +204,30 @@ class Attention(PartMixer):
         self.latent_norm = weights.vector(f"{name}.kv_a_layernorm.weight", widths.latent)
         # mlx-lm's layout
         halves = weights.has(f"{name}.embed_q.weight")
+        self.gate: Projection | None = None
         self.kv_b = (Halves if halves else Rows)(weights, name, config.heads, mine, widths)
         self.out = Output(weights, f"{name}.o_proj", hidden, config.heads * widths.value, span(mine, widths.value))
 
     def mix(self, inputs: LayerInput, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
         """Return the residual stream with its delta added, and the next delta, both [T, H]."""
-        total, q_nope, q_rope = self.append(inputs, batch, store)
+        total, q_nope, q_rope, *gates = self.append(inputs, batch, store)
         if self.growth is not None:
             q_nope, q_rope = (self.growth(part, batch.positions) for part in (q_nope, q_rope))
         mixed = store.attend(batch, self.kv_b.query(q_nope), q_rope, self.scale)
-        return total, self.out(self.kv_b.output(mixed).flatten(1))
+        found = self.kv_b.output(mixed)
+        return total, self.out((gate_heads(found, gates[0]) if gates else found).flatten(1))
 
     def update_cache(self, inputs: LayerInput, batch: Batch, store: Any) -> None:
         """Append the latents of new tokens to the cache."""
         self.append(inputs, batch, store)
 
     def append(self, inputs: LayerInput, batch: Batch, store: Any) -> tuple[Tensor, ...]:
-        """Append latents to the cache; return the residual stream with its delta added, and both parts of the queries."""
-        both = self.query.first, self.kv_a
-        total, (q, kv) = add_norm_linears(*inputs, [each.weight for each in both], [each.bias for each in both])
+        """Append latents to the cache; return the residual stream with its delta added, both parts of the queries, and gates."""
+        first = [self.query.first, self.kv_a, *([] if self.gate is None else [self.gate])]
+        total, (q, kv, *gates) = add_norm_linears(*inputs, [each.weight for each in first], [each.bias for each in first])
         sizes = self.heads, self.nope
         rotated = store.rope_append(batch, self.query.rest(q), kv, *sizes, self.rotation, self.latent_norm, LATENT_EPS)
-        return total, *rotated
+        return total, *rotated, *gates
 
 
 class Projection:

@@ -39,11 +39,17 @@ ALIASES = {
 
 @dataclass(frozen=True, eq=False)
 class Config(deepseek_v3.Config):
-    """DeepSeek V3's config; layers are of two `kinds`, and KDA heads have keys and values of one width."""
+    """DeepSeek V3's config; layers are of two `kinds`, and KDA heads have keys and values of one width.
+
+    low_rank  gates of KDA come from two matrices each, not from one
+    floor     of the decay's logarithm, see `channel_gates`; None for none
+    """
 
     kinds: tuple[str, ...]
     delta_heads: int
     delta_width: int
+    low_rank: bool = True
+    floor: float | None = None
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "Config":
@@ -99,10 +105,13 @@ class Delta(PartMixer):
     def __init__(self, weights: Weights, name: str, config: Config):
         self.heads, self.width, self.eps = config.delta_heads, config.delta_width, config.eps
         wide = self.heads * self.width
-        rows = {**dict.fromkeys("qkv", wide), "f_a": self.width, "g_a": self.width, "b": self.heads}
+        gates = dict.fromkeys(("f_a", "g_a"), self.width) if config.low_rank else dict.fromkeys("fg", wide)
+        rows = {**dict.fromkeys("qkv", wide), **gates, "b": self.heads}
         self.projections = [weights.matrix(f"{name}.{part}_proj", n, config.hidden) for part, n in rows.items()]
         self.taps = [taps_of(weights, f"{name}.{part}_conv1d.weight", wide) for part in "qkv"]
-        self.fading, self.gate = (weights.matrix(f"{name}.{part}_b_proj", wide, self.width) for part in "fg")
+        second = [weights.matrix(f"{name}.{part}_b_proj", wide, self.width) for part in "fg" if config.low_rank]
+        self.fading, self.gate = second or (None, None)
+        self.floor = config.floor
         self.a_log = _rates(weights, f"{name}.A_log", self.heads)
         self.dt_bias = weights.vector(f"{name}.dt_bias", wide).view(self.heads, self.width)
         self.norm = weights.vector(f"{name}.o_norm.weight", self.width)
@@ -114,9 +123,10 @@ class Delta(PartMixer):
         shape = len(b), self.heads, self.width
         q, k, v = (part.view(shape) for part in store.convolve_each(batch, qkv, self.taps))
         q, k = qk_norm(q, k, UNIT_EPS)
-        decay, beta = channel_gates(linear(f, self.fading).view(shape), b, self.a_log, self.dt_bias)
+        f, g = (x if second is None else linear(x, second) for x, second in ((f, self.fading), (g, self.gate)))
+        decay, beta = channel_gates(f.view(shape), b, self.a_log, self.dt_bias, self.floor)
         out = rms_norm(store.update(batch, q, k, v, decay, beta), self.norm, self.eps)
-        out = sigmoid_gate(out, linear(g, self.gate).view(shape))
+        out = sigmoid_gate(out, g.view(shape))
         return total, linear(out.flatten(1), self.out)
 
 

@@ -76,6 +76,21 @@ class PreparedInput(NamedTuple):
         return batch.map_parts(lambda part, x: mix(PreparedInput(x), part), self.x)
 
 
+class UnnormedInput(PreparedInput):
+    """The input of a mixer or an MLP that reads the residual stream itself, not its norm.
+
+    x  [T, H]
+    """
+
+    def scores(self, weights: Sequence[Stored], biases: Biases = None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Return x, x as the sum, and the projections of x."""
+        return self.x, self.x, linears(self.x, weights, biases)
+
+    def map_parts(self, batch: Batch | MixedBatch, mix: Callable[..., Any]) -> Any:
+        """Call `mix` with the rows of each part of a batch and that part."""
+        return batch.map_parts(lambda part, x: mix(UnnormedInput(x), part), self.x)
+
+
 class Mixer(ABC):
     """The part of a layer that reads other tokens: attention or a recurrent state.
 

@@ -42,6 +42,7 @@ MLA = (
     "deepseek_v32",
     "glm_moe_dsa",
     "kimi_linear",
+    "bailing_hybrid",
 )
 OTHERWISE: dict[str, set[str]] = {
     **dict.fromkeys(MLA, LATENT),
