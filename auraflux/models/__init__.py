@@ -15,6 +15,8 @@ from auraflux.weights.formats.untrusted import shown
 FAMILIES = {
     "llama": "llama",
     "mistral": "llama",
+    "llama4": "llama4_text",
+    "llama4_text": "llama4_text",
     "qwen2": "llama",
     "qwen3": "llama",
     "ministral3": "llama",
