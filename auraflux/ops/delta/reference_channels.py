@@ -39,9 +39,7 @@ def _check_channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, f
 
 
 @op(check=_check_channel_gates)
-def channel_gates(
-    f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, floor: float | None = None
-) -> tuple[Tensor, Tensor]:
+def channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, floor: float | None = None) -> tuple[Tensor, Tensor]:
     """Compute the decay of each state channel and the write strength from two gate projections.
 
     f        [T, H, K]

@@ -88,9 +88,7 @@ def _gates(args, job, jobs):
         floats(beta_at + 4 * row, 1)[0] = sigmoid(floats(b_at + 4 * row, 1)[0])
 
 
-def channel_gates(
-    f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, floor: float | None = None
-) -> tuple[Tensor, Tensor]:
+def channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, floor: float | None = None) -> tuple[Tensor, Tensor]:
     wide = [as_float(x) for x in (f, b, a_log, dt_bias)]
     decay, beta = torch.empty_like(wide[0]), torch.empty_like(wide[1])
     jobs = threads() if f.numel() >= PARALLEL_FROM else 1
