@@ -121,7 +121,8 @@ class AttentionShape:
     def _build_chunked(self, cache: LayerContext, bits: Bits | None, number: int) -> ChunkedLayer:
         """Build the layer of a window, and divide it; later chunks have no sink tokens, so none has."""
         kv, size, page = replace(self, chunked=False).build(cache, bits, number), self.window, cache.group(self.window).size
-        assert size is not None and not isinstance(kv, ChunkedLayer)
+        assert size is not None
+        assert not isinstance(kv, ChunkedLayer)
         if size % page:
             raise SettingsError(f"attention in chunks of {size} tokens does not fit pages of {page}: give a divisor of {size}.")
         kv.drop_sinks()

@@ -58,6 +58,7 @@ FAMILIES = {
     "laguna": "laguna",
     "mimo_v2_flash": "mimo_v2_flash",
     "axk1": "deepseek_v3",
+    "axk2": "axk2",
     "granitemoe": "granitemoe",
     "granitemoeshared": "granitemoe",
     "granitemoehybrid": "granitemoehybrid",

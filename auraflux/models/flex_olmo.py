@@ -9,7 +9,7 @@ from auraflux.cache import Batch, MixedBatch
 from auraflux.models import output_norms, qwen3_moe
 from auraflux.models.attention import Heads
 from auraflux.models.config import Keys
-from auraflux.models.layer import FeedForward, Layer, Mixer, Residual, UnnormedInput
+from auraflux.models.layer import FeedForward, Layer, Mixer, NormedInput, Residual
 from auraflux.models.mixture import MixtureConfig
 from auraflux.models.output_norms import NormedMixture
 from auraflux.models.qwen3_moe import rename
@@ -77,8 +77,9 @@ class UnnormedLayer(Layer):
         self.mixer.update_cache(_input(x, delta), batch, store)
 
 
-def _input(x: Tensor, delta: Tensor | None) -> UnnormedInput:
-    return UnnormedInput(x if delta is None else combine(x, delta))
+def _input(x: Tensor, delta: Tensor | None) -> NormedInput:
+    total = x if delta is None else combine(x, delta)
+    return NormedInput(total, total)
 
 
 make_caches = qwen3_moe.make_caches

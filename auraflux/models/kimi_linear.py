@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from auraflux.adapters.linears import add_norm_linears, linear
+from auraflux.adapters.linears import linear
 from auraflux.cache import Batch, ChannelDeltaShape, LatentShape
 from auraflux.errors import FormatError
 from auraflux.models import deepseek_v3
@@ -22,6 +22,7 @@ from auraflux.models.rotation import no_rotation
 from auraflux.ops import channel_gates, qk_norm, rms_norm, sigmoid_gate
 from auraflux.weights import fields
 from auraflux.weights.fields import COUNT, HEAD, LAYERS, MOST_LAYERS, Fields
+from auraflux.weights.formats.stored import Stored
 from auraflux.weights.formats.untrusted import list_of
 from auraflux.weights.loader import Weights
 
@@ -110,7 +111,8 @@ class Delta(PartMixer):
         self.projections = [weights.matrix(f"{name}.{part}_proj", n, config.hidden) for part, n in rows.items()]
         self.taps = [taps_of(weights, f"{name}.{part}_conv1d.weight", wide) for part in "qkv"]
         second = [weights.matrix(f"{name}.{part}_b_proj", wide, self.width) for part in "fg" if config.low_rank]
-        self.fading, self.gate = second or (None, None)
+        self.fading: Stored | None = second[0] if second else None
+        self.gate: Stored | None = second[1] if second else None
         self.floor = config.floor
         self.a_log = _rates(weights, f"{name}.A_log", self.heads)
         self.dt_bias = weights.vector(f"{name}.dt_bias", wide).view(self.heads, self.width)
@@ -119,7 +121,7 @@ class Delta(PartMixer):
 
     def mix(self, inputs: LayerInput, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
         """Return the residual stream with its delta added, and the next delta, both [T, H]."""
-        total, (*qkv, f, g, b) = add_norm_linears(*inputs, self.projections)
+        total, (*qkv, f, g, b) = inputs.linears(self.projections)
         shape = len(b), self.heads, self.width
         q, k, v = (part.view(shape) for part in store.convolve_each(batch, qkv, self.taps))
         q, k = qk_norm(q, k, UNIT_EPS)

@@ -76,19 +76,27 @@ class PreparedInput(NamedTuple):
         return batch.map_parts(lambda part, x: mix(PreparedInput(x), part), self.x)
 
 
-class UnnormedInput(PreparedInput):
-    """The input of a mixer or an MLP that reads the residual stream itself, not its norm.
+class NormedInput(NamedTuple):
+    """The input of a mixer or an MLP that the layer has normalised, and the residual stream.
 
-    x  [T, H]
+    x         [T, H]
+    residual  [T, H]
     """
 
+    x: Tensor
+    residual: Tensor
+
+    def linears(self, weights: Sequence[Stored], biases: Biases = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the residual stream and the projections of x."""
+        return self.residual, linears(self.x, weights, biases)
+
     def scores(self, weights: Sequence[Stored], biases: Biases = None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Return x, x as the sum, and the projections of x."""
-        return self.x, self.x, linears(self.x, weights, biases)
+        """Return x, the residual stream, and the projections of x."""
+        return self.x, self.residual, linears(self.x, weights, biases)
 
     def map_parts(self, batch: Batch | MixedBatch, mix: Callable[..., Any]) -> Any:
         """Call `mix` with the rows of each part of a batch and that part."""
-        return batch.map_parts(lambda part, x: mix(UnnormedInput(x), part), self.x)
+        return batch.map_parts(lambda part, x, residual: mix(NormedInput(x, residual), part), *self)
 
 
 class Mixer(ABC):

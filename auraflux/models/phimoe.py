@@ -11,10 +11,10 @@ from auraflux.cache import Batch, MixedBatch
 from auraflux.errors import FormatError
 from auraflux.models import llama, qwen3_moe
 from auraflux.models.config import Keys
-from auraflux.models.layer import FeedForward, Layer, LayerInput, PreparedInput, Residual
+from auraflux.models.layer import FeedForward, Layer, LayerInput, NormedInput, PreparedInput, Residual
 from auraflux.models.mixture import Mixture, MixtureConfig
 from auraflux.models.qwen3_moe import make_caches, rename
-from auraflux.models.rotation import Rotation, RopeSettings, rope_settings, rotation
+from auraflux.models.rotation import RopeSettings, Rotation, rope_settings
 from auraflux.ops import Routing, combine, layer_norm
 from auraflux.weights.fields import EPS, FACTOR
 from auraflux.weights.formats.untrusted import number
@@ -125,16 +125,15 @@ class CentredLayer(Layer):
     mlp_bias: Tensor
 
     def __call__(self, x: Tensor, delta: Tensor | None, batch: Batch | MixedBatch, store: Any) -> Residual:
-        total = _sum(x, delta)
-        total = combine(total, self.mixer(self._mixed(total), batch, store)[1])
-        return total, self.mlp(PreparedInput(layer_norm(total, self.mlp_norm, self.mlp_bias, self.eps)))[1]
+        total = _sum(*self.mixer(self._input(_sum(x, delta)), batch, store))
+        return self.mlp(NormedInput(layer_norm(total, self.mlp_norm, self.mlp_bias, self.eps), total))
 
     def update_cache(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> None:
         """Append new tokens to the cache; the output is not needed."""
-        self.mixer.update_cache(self._mixed(_sum(x, delta)), batch, store)
+        self.mixer.update_cache(self._input(_sum(x, delta)), batch, store)
 
-    def _mixed(self, total: Tensor) -> PreparedInput:
-        return PreparedInput(layer_norm(total, self.mixer_norm, self.mixer_bias, self.eps))
+    def _input(self, total: Tensor) -> NormedInput:
+        return NormedInput(layer_norm(total, self.mixer_norm, self.mixer_bias, self.eps), total)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -54,6 +54,7 @@ MLA = (
     "mistral4",
     "deepseek_v32",
     "glm_moe_dsa",
+    "axk2",
     "kimi_linear",
     "bailing_hybrid",
 )

@@ -51,8 +51,8 @@ def test_caches_beyond_the_original_context_take_the_long_factors(tmp_path: Path
     given = {**LONGROPE, "original_max_position_embeddings": 32}
     model = phimoe(rope_parameters={**given, "short_factor": LONG, "short_mscale": given["long_mscale"]})
     ids = tokens(model, 100)
-    expected = transformers_logits(model, ids)
     save(model, tmp_path)
+    expected = transformers_logits(model, ids)
     model.config.rope_parameters = given
     model.config.save_pretrained(tmp_path)
     assert error(logits(tmp_path, ids), expected) < 1e-5

@@ -47,7 +47,7 @@ class ChunkedLayer(AttentionLayer):
             return self.kv.attend(batch, q, scale, sinks, softcap)
         if self.size not in batch.pieces:
             batch.pieces[self.size] = Pieces(batch, self.size)
-        return self.kv.attend(batch.pieces[self.size], q, scale, sinks, softcap)  # type: ignore[arg-type]
+        return self.kv.attend(batch.pieces[self.size], q, scale, sinks, softcap)
 
 
 class Pieces:

@@ -27,6 +27,7 @@ from auraflux.ops.linear.adapters import Adapters
 from auraflux.ops.linear.cuda.row_copies import select_weight
 
 PART = gl.constexpr(512)  # inputs that a warp shrinks at once, 16 of each lane
+EARLY = gl.constexpr(2)  # steps of shrinking whose rows of `a` are loaded before the tokens are there
 CLEARED = gl.constexpr(-1)  # the bits of a sum that is not stored: of a NaN that no instruction returns
 HIGHEST_RANK = 64
 MOST_SUMS = 4096  # of a weight, parts and padding included: 32 of each thread of four warps
@@ -251,17 +252,22 @@ def _part_of(adapted, slots, tokens, warp, lane, STEP: gl.constexpr, S: gl.const
 
 @gluon.jit
 def request_rows(adapted, slots, tokens, warp, lane, S: gl.constexpr):
-    """Request the rows of `a` that a program shrinks with, before its tokens are there."""
+    """Load the rows of `a` of a program's first steps of shrinking, before its tokens are there, and request the others."""
     STEPS: gl.constexpr = S.steps
-    if gl.program_id(0) < adapted.sharers:
-        for n in gl.static_range(STEPS):
-            _, k, at, has, _, _ = _part_of(adapted, slots, tokens, warp, lane, n, S)
-            _prefetch(at, has & (k < S.width))
+    rows = ()
+    for n in gl.static_range(STEPS):
+        _, k, at, has, _, _ = _part_of(adapted, slots, tokens, warp, lane, n, S)
+        mine = has & (k < S.width) & (gl.program_id(0) < adapted.sharers)
+        if n < EARLY:
+            rows += (_eight_words(at, mine),)  # type: ignore[assignment]
+        else:
+            _prefetch(at, mine)
+    return rows
 
 
 @gluon.jit
-def shrink(x, delta, norm, adapted, slots, tokens, warp, lane, S: gl.constexpr):
-    """Multiply parts of all tokens by rows of `a`; return where this launch's sums begin."""
+def shrink(x, delta, norm, adapted, slots, rows, tokens, warp, lane, S: gl.constexpr):
+    """Multiply parts of all tokens by `rows` of `a`, see `request_rows`; return where this launch's sums begin."""
     K: gl.constexpr = S.width
     STEPS: gl.constexpr = S.steps
     mine = _half(adapted, lane) * adapted.size
@@ -270,7 +276,7 @@ def shrink(x, delta, norm, adapted, slots, tokens, warp, lane, S: gl.constexpr):
         for n in gl.static_range(STEPS):
             token, k, at, has, _, _ = _part_of(adapted, slots, tokens, warp, lane, n, S)
             within = has & (k < K)
-            words = _eight_words(at, within)
+            words = rows[n] if n < EARLY else _eight_words(at, within)
             xs = _inputs(x, delta, norm, token * K, gl.minimum(k, K - 16), within)
             total = (lane * 0).to(gl.float32)
             for i in gl.static_range(16):

@@ -252,12 +252,12 @@ def matvec(
         slots = slots_of(adapted, 1, lane, 1)
     y, row0, first, second = request(base, lane, warp, products, ends, GATED, K, TILES, W, D)
     if LORA.rank:
-        request_rows(adapted, slots, 1, warp, lane, LORA)
+        rows = request_rows(adapted, slots, 1, warp, lane, LORA)
         owned = request_columns(ring + PER * W, adapted, slots, ends, row0, 1, tid, GATED, COLUMNS, LORA)
     run(WAIT_AND_LAUNCH, lane)
     xs, squares = _load_inputs(x, normed, warp, g, t, gl.program_id(0) == 0, MINE, K, W)
     if LORA.rank:
-        inner = shrink(x, normed.delta, normed.weight, adapted, slots, 1, warp, lane, LORA)
+        inner = shrink(x, normed.delta, normed.weight, adapted, slots, rows, 1, warp, lane, LORA)
     mine = g * 128 + ((t // 2) ^ (g % 2)) * 16 + (t % 2) * 8 + (g // 2) * 32
     found = ()
     for n in gl.static_range(TILES):
