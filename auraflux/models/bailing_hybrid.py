@@ -37,7 +37,7 @@ class Config(kimi_linear.Config):
     def from_hf(cls, config: dict[str, Any]) -> "Config":
         keys = Keys(config, ALIASES)
         first = keys.get("first_k_dense_replace", LAYERS, 2)
-        usual = {"first_k_dense_replace": first, "rope_theta": keys.theta(THETA), "rope_interleave": True}
+        usual = {"first_k_dense_replace": first, "rope_theta": keys.theta(THETA)}
         base = deepseek_v3.read_config(keys.changed(usual))
         # transformers writes the longer names
         taps = keys.get("linear_conv_kernel_dim", fields.TAPS, keys.get("short_conv_kernel_size", fields.TAPS, TAPS))
