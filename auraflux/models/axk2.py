@@ -80,7 +80,9 @@ class NormGate(NamedTuple):
     up: Stored
 
     def __call__(self, x: Tensor) -> Tensor:
-        return sigmoid_gate(x, linear(torch.nn.functional.silu(linear(x, self.down)), self.up))
+        inner = linear(x, self.down)
+        # silu
+        return sigmoid_gate(x, linear(sigmoid_gate(inner, inner), self.up))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

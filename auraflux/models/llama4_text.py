@@ -17,7 +17,7 @@ from auraflux.models.layer import FeedForward, LayerInput, Mixer, PreparedInput,
 from auraflux.models.mixture import Mixture, MixtureConfig
 from auraflux.models.mlp import MLP
 from auraflux.models.rotation import Growth, no_rotation, rope_settings, rotation
-from auraflux.ops import Routing, combine, route
+from auraflux.ops import Routing, combine, gate_heads, route
 from auraflux.weights.experts.load_layer import load_experts
 from auraflux.weights.fields import FACTOR, HEAD, LAYER_INTERVAL, LAYERS, MOST_LAYERS, TOKEN_COUNT, WIDTH
 from auraflux.weights.formats.untrusted import FLAG, either, integer, list_of
@@ -140,9 +140,9 @@ class ScaledMixture(Mixture):
         """Return the residual stream with the output added, [T, H], and no delta."""
         h, residual, (logits,) = inputs.scores((self.router,))
         ids, _ = route(logits, self.routing)
-        factors = logits.float().gather(1, ids.long()).sigmoid().to(h.dtype)
         # each choice is a token of its own, with one expert
-        rows = (h[:, None] * factors[:, :, None]).flatten(0, 1)
+        rows = h.repeat_interleave(ids.shape[1], 0)
+        rows = gate_heads(rows[:, None], logits.gather(1, ids.long()).view(-1, 1))[:, 0]
         alone = torch.ones(len(rows), 1, device=h.device)
         found = run_experts(self.experts, rows, ids.view(-1, 1), alone).view(*ids.shape, -1)
         shared = shared_output(h, self.shared)
