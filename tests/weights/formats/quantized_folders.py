@@ -286,6 +286,7 @@ FOLDERS = {
     "fp8": fp8_folder((128, 128), weight_block_size=[128, 128]),
     "fp8-bf16-scales": fp8_folder((64, 32), BF16, weight_block_size=[64, 32]),
     "fp8-powers": fp8_folder((128, 128), E8M0, weight_block_size=[128, 128]),
+    "fp8-deepseek-v4": fp8_folder((128, 128), E8M0, "scale", weight_block_size=[128, 128]),
     "fp8-small-blocks": fp8_folder((16, 16), weight_block_size=[16, 16]),
     "fp8-tensor": fp8_folder((0, 0), part="weight_scale"),
     "fp8-rows": fp8_folder((1, 0), part="weight_scale", quant_method="fbgemm_fp8", activation_scale_ub=1200.0),
