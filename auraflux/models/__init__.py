@@ -46,6 +46,7 @@ FAMILIES = {
     "bailing_hybrid": "bailing_hybrid",
     "nemotron_h": "nemotron_h",
     "glm4_moe": "glm4_moe",
+    "minimax": "minimax",
     "minimax_m2": "glm4_moe",
     "solar_open": "glm4_moe",
     "dots1": "glm4_moe",

@@ -120,6 +120,7 @@ MORE |= {
         "mlp_layer_types": ["dense", "sparse"],
     },
     "kolibri": {**MIXED, "model_type": "kolibri1"},
+    "minimax": {**PLAIN, "model_type": "minimax", "num_local_experts": 4, "num_experts_per_tok": 2},
     "flex-olmo": {**PLAIN, "model_type": "flex_olmo", "num_experts": 4, "num_experts_per_tok": 2},
     "llama-4": {
         **PLAIN,

@@ -41,7 +41,7 @@ BY_TENSORS = {
     "lm_head_bias",
 }
 # other code for the same result, and how many logits are returned
-HOW = {"chunk_size", "mamba_chunk_size", "num_logits_to_keep", "use_mamba_kernels"}
+HOW = {"block_size", "chunk_size", "mamba_chunk_size", "num_logits_to_keep", "use_mamba_kernels"}
 # latent attention: heads have the widths of other keys, and each has its own key
 LATENT = {"head_dim", "num_key_value_heads"}
 MLA = (

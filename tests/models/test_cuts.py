@@ -17,6 +17,7 @@ from tests.models.test_bailing_hybrid import bailing
 from tests.models.test_deepseek_v4 import deepseek
 from tests.models.test_flex_olmo import flex_olmo
 from tests.models.test_llama4_text import llama4
+from tests.models.test_minimax import minimax
 from tests.models.test_phimoe import phimoe
 
 COUNT = 200  # tokens, past three pages
@@ -26,6 +27,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "bailing_hybrid": (bailing, "k8v4"),
     "flex_olmo": (flex_olmo, "k8v4"),
     "llama4_text": (llama4, "k8v4"),
+    "minimax": (minimax, "k8v4"),
     "phimoe": (phimoe, "k8v4"),
 }
 
