@@ -89,8 +89,8 @@ class Model(qwen3_moe.Model):
 
     def _layer(self, weights: Weights, name: str, index: int) -> Layer:
         config = self.config
-        factors = {"mixer_factors": config.mixers[config.kinds[index]], "mlp_factors": config.mlp}
-        return FactorLayer(**vars(super()._layer(weights, name, index)), **factors)
+        made = super()._layer(weights, name, index)
+        return FactorLayer(**vars(made), mixer_factors=config.mixers[config.kinds[index]], mlp_factors=config.mlp)
 
 
 class Lightning(PartMixer):
