@@ -62,6 +62,7 @@ FAMILIES = {
     "axk2": "axk2",
     "granitemoe": "granitemoe",
     "granitemoeshared": "granitemoe",
+    "granitemoe_swa": "granitemoe",
     "granitemoehybrid": "granitemoehybrid",
     "step3p7": "step3p7",
     "step3p5": "step3p7",

@@ -116,6 +116,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "longcat_flash": test_longcat_flash.longcat,
     "granitemoeshared": test_granitemoe.shared,
     "granitemoehybrid": test_granitemoe.hybrid,
+    "granitemoe_swa": test_granitemoe.swash,
     "hunyuan_v1_moe": test_hunyuan_v1_moe.hunyuan,
     "kolibri1": test_kolibri1.kolibri,
     "lfm2_moe": test_lfm2_moe.lfm2,

@@ -148,6 +148,14 @@ MORE |= {
         },
     },
     "granite": {**PLAIN, "model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite-swash": {
+        **PLAIN,
+        "model_type": "granitemoe_swa",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "layer_rope_theta": [0, 1e4],
+    },
     "granite-hybrid": {
         **PLAIN,
         "model_type": "granitemoehybrid",
