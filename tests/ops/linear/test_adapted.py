@@ -36,14 +36,10 @@ class Counter:
         """Return what takes the place of waiting and counting: a launch has the first half of the sums."""
         load, half = Machine(device, 1).load, np.zeros(1, np.int32).view(Lanes)
 
-        def peek(at: Address, which: np.ndarray, count: int, step: int) -> tuple[Lanes, ...]:
+        def awaited(at: Address, which: np.ndarray, count: int, step: int) -> tuple[Lanes, ...]:
             return tuple(load(at + n * step, (which >> n & 1).astype(bool), 0.0) for n in range(count))
 
-        def awaited(at: Address, which: np.ndarray, seen: object, count: int, step: int) -> tuple[Lanes, ...]:
-            return peek(at, which, count, step)
-
-        waiting = {"_peek": peek, "_awaited": awaited}
-        return {"count_up": self.count_up, "_half": lambda adapted, lane: half, **waiting}
+        return {"count_up": self.count_up, "_half": lambda adapted, lane: half, "_awaited": awaited}
 
     def check(self) -> None:
         """Require that every program counted once, which takes the counter to the next launch's half."""

@@ -27,7 +27,6 @@ from auraflux.ops.linear.adapters import Adapters
 from auraflux.ops.linear.cuda.row_copies import select_weight
 
 PART = gl.constexpr(512)  # inputs that a warp shrinks at once, 16 of each lane
-EARLY = gl.constexpr(2)  # steps of shrinking whose rows of `a` are loaded before the tokens are there
 CLEARED = gl.constexpr(-1)  # the bits of a sum that is not stored: of a NaN that no instruction returns
 HIGHEST_RANK = 64
 MOST_SUMS = 4096  # of a weight, parts and padding included: 32 of each thread of four warps
@@ -101,54 +100,33 @@ def _word(at):
 
 
 @gluon.constexpr_function
-def _loads(count, step):
-    """Return PTX that loads float32 `step` bytes from each other, of which predicates say which."""
-    return "".join(f"@q{n} ld.relaxed.gpu.global.b32 v{n},[${count}+{step * n}];" for n in range(count))
-
-
-@gluon.constexpr_function
-def _peek_ptx(count, step):
-    """Return PTX that loads float32 `step` bytes from each other, without waiting. In: address, which."""
-    text = f"{{.reg .pred q<{count}>; .reg .b32 m,v<{count}>;"
-    for n in range(count):
-        text += f"and.b32 m,${count + 1},{1 << n}; setp.ne.b32 q{n},m,0; mov.b32 v{n},0;"
-    return text + _loads(count, step) + "".join(f"mov.b32 ${n},v{n};" for n in range(count)) + "}"
-
-
-@gluon.constexpr_function
 def _awaited_ptx(count, step):
-    """Return PTX that loads float32 until none of the warp's is cleared. In: address, which, what was loaded before."""
+    """Return PTX that loads float32 `step` bytes from each other until none of the warp's is cleared. In: address, which."""
     text = f"{{.reg .pred p,more,q<{count}>; .reg .b32 m,v<{count}>;"
     for n in range(count):
-        text += f"and.b32 m,${count + 1},{1 << n}; setp.ne.b32 q{n},m,0; mov.b32 v{n},${count + 2 + n};"
-    text += "bra CHECK; AGAIN: " + _loads(count, step) + "CHECK: mov.b32 m,0;"
+        text += f"and.b32 m,${count + 1},{1 << n}; setp.ne.b32 q{n},m,0; mov.b32 v{n},0;"
+    text += "AGAIN: mov.b32 m,0;" + "".join(
+        f"@q{n} ld.relaxed.gpu.global.b32 v{n},[${count}+{step * n}];" for n in range(count)
+    )
     text += "".join(f"max.u32 m,m,v{n};" for n in range(count))
     text += "setp.eq.u32 p,m,0xFFFFFFFF; vote.sync.any.pred more,p,0xffffffff; @more bra AGAIN;"
     return text + "".join(f"mov.b32 ${n},v{n};" for n in range(count)) + "}"
 
 
 @gluon.constexpr_function
-def _awaited_registers(count, known):
-    return "=&f," * count + "l,r," + "f," * known + "~{memory}"
+def _awaited_registers(count):
+    return "=&f," * count + "l,r,~{memory}"
 
 
 @gluon.jit
-def _peek(at, which, COUNT: gl.constexpr, STEP: gl.constexpr):
-    """Load COUNT float32, STEP places from each other; some may be cleared. `which` has bit n for the n-th, otherwise zero."""
+def _awaited(at, which, COUNT: gl.constexpr, STEP: gl.constexpr):
+    """Load COUNT float32, STEP places from each other, once other programs of this launch have stored them.
+
+    which  bit n for the n-th, which is otherwise zero
+    """
     args = [at.to(gl.int64), which]
-    text: gl.constexpr = _peek_ptx(COUNT, 4 * STEP)
-    outs: gl.constexpr = _awaited_registers(COUNT, 0)
-    return gl.inline_asm_elementwise(text, outs, args, (gl.float32,) * COUNT, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _awaited(at, which, seen, COUNT: gl.constexpr, STEP: gl.constexpr):
-    """Load what `_peek` has `seen` again until other programs of this launch have stored all of it."""
-    args = (at.to(gl.int64), which)
-    for n in gl.static_range(COUNT):
-        args += (seen[n],)  # type: ignore[assignment]
     text: gl.constexpr = _awaited_ptx(COUNT, 4 * STEP)
-    outs: gl.constexpr = _awaited_registers(COUNT, COUNT)
+    outs: gl.constexpr = _awaited_registers(COUNT)
     return gl.inline_asm_elementwise(text, outs, args, (gl.float32,) * COUNT, is_pure=False, pack=1)
 
 
@@ -273,22 +251,17 @@ def _part_of(adapted, slots, tokens, warp, lane, STEP: gl.constexpr, S: gl.const
 
 @gluon.jit
 def request_rows(adapted, slots, tokens, warp, lane, S: gl.constexpr):
-    """Load the rows of `a` of a program's first steps of shrinking, before its tokens are there, and request the others."""
+    """Request the rows of `a` that a program shrinks with, before its tokens are there."""
     STEPS: gl.constexpr = S.steps
-    rows = ()
-    for n in gl.static_range(STEPS):
-        _, k, at, has, _, _ = _part_of(adapted, slots, tokens, warp, lane, n, S)
-        mine = has & (k < S.width) & (gl.program_id(0) < adapted.sharers)
-        if n < EARLY:
-            rows += (_eight_words(at, mine),)  # type: ignore[assignment]
-        else:
-            _prefetch(at, mine)
-    return rows
+    if gl.program_id(0) < adapted.sharers:
+        for n in gl.static_range(STEPS):
+            _, k, at, has, _, _ = _part_of(adapted, slots, tokens, warp, lane, n, S)
+            _prefetch(at, has & (k < S.width))
 
 
 @gluon.jit
-def shrink(x, delta, norm, adapted, slots, rows, tokens, warp, lane, S: gl.constexpr):
-    """Multiply parts of all tokens by `rows` of `a`, see `request_rows`; return where this launch's sums begin."""
+def shrink(x, delta, norm, adapted, slots, tokens, warp, lane, S: gl.constexpr):
+    """Multiply parts of all tokens by rows of `a`; return where this launch's sums begin."""
     K: gl.constexpr = S.width
     STEPS: gl.constexpr = S.steps
     mine = _half(adapted, lane) * adapted.size
@@ -297,7 +270,7 @@ def shrink(x, delta, norm, adapted, slots, rows, tokens, warp, lane, S: gl.const
         for n in gl.static_range(STEPS):
             token, k, at, has, _, _ = _part_of(adapted, slots, tokens, warp, lane, n, S)
             within = has & (k < K)
-            words = rows[n] if n < EARLY else _eight_words(at, within)
+            words = _eight_words(at, within)
             xs = _inputs(x, delta, norm, token * K, gl.minimum(k, K - 16), within)
             total = (lane * 0).to(gl.float32)
             for i in gl.static_range(16):
@@ -360,50 +333,24 @@ def request_columns(
     return owned
 
 
-@gluon.constexpr_function
-def _sums_of_thread(share):
-    """Return how many sums of a weight a thread loads."""
-    return (share.tokens * share.rank * parts_held(share.width) + 32 * share.warps - 1) // (32 * share.warps)
-
-
 @gluon.jit
-def _sums_at(adapted, mine, owned, tokens, warp, lane, NUMBER: gl.constexpr, S: gl.constexpr):
-    """Return where a thread's sums of one of the program's weights are, and which of them there are."""
-    T: gl.constexpr = S.tokens
-    HELD: gl.constexpr = parts_held(S.width)
-    STEPS: gl.constexpr = _sums_of_thread(S)
-    _, rank, _, first = owned[NUMBER]
-    which = lane * 0
-    for n in gl.static_range(STEPS):
-        e = warp * 32 + lane + n * (32 * S.warps)
-        part, token, r = e % HELD, e // HELD % T, e // (HELD * T)
-        which |= gl.where((part < parts_of(S.width)) & (token < tokens) & (r < rank), 1, 0) << n
-    # sums of a weight follow each other as threads do
-    return adapted.sums + (mine + first * (T * HELD) + warp * 32 + lane), which
-
-
-@gluon.jit
-def peek_parts(adapted, mine, owned, tokens, warp, lane, S: gl.constexpr):
-    """Load a thread's sums of the program's weights, of which some may not be stored yet."""
-    STEPS: gl.constexpr = _sums_of_thread(S)
-    seen = ()
-    for i in gl.static_range(len(owned)):
-        place, which = _sums_at(adapted, mine, owned, tokens, warp, lane, i, S)
-        seen += (_peek(place, which, STEPS, 32 * S.warps),)  # type: ignore[assignment]
-    return seen
-
-
-@gluon.jit
-def sum_parts(at, adapted, mine, owned, seen, tokens, warp, lane, COLUMNS: gl.constexpr, S: gl.constexpr):
-    """Wait for the sums that `peek_parts` has not `seen`, and sum their parts into shared memory; then `count_up`."""
+def sum_parts(at, adapted, mine, owned, tokens, warp, lane, COLUMNS: gl.constexpr, S: gl.constexpr):
+    """Wait for the sums of a program's weights, and sum their parts into shared memory; then the program must `count_up`."""
     T: gl.constexpr = S.tokens
     RANK: gl.constexpr = S.rank
     W: gl.constexpr = S.warps
     HELD: gl.constexpr = parts_held(S.width)
-    STEPS: gl.constexpr = _sums_of_thread(S)
+    STEPS: gl.constexpr = (T * RANK * HELD + 32 * W - 1) // (32 * W)
     for i in gl.static_range(len(owned)):
-        place, which = _sums_at(adapted, mine, owned, tokens, warp, lane, i, S)
-        found = _awaited(place, which, seen[i], STEPS, 32 * W)
+        _, rank, _, first = owned[i]
+        which = lane * 0
+        for n in gl.static_range(STEPS):
+            e = warp * 32 + lane + n * (32 * W)
+            part, token, r = e % HELD, e // HELD % T, e // (HELD * T)
+            which |= gl.where((part < parts_of(S.width)) & (token < tokens) & (r < rank), 1, 0) << n
+        # sums of a weight follow each other as threads do
+        place = mine + first * (T * HELD) + warp * 32 + lane
+        found = _awaited(adapted.sums + place, which, STEPS, 32 * W)
         to = at + len(owned) * T * RANK * COLUMNS * 2 + i * T * RANK * 4
         for n in gl.static_range(STEPS):
             e = warp * 32 + lane + n * (32 * W)

@@ -38,7 +38,6 @@ from auraflux.ops.linear.cuda.adapted import (
     count_up,
     expand_nbytes,
     expanded,
-    peek_parts,
     request_columns,
     request_rows,
     shrink,
@@ -253,21 +252,18 @@ def matvec(
         slots = slots_of(adapted, 1, lane, 1)
     y, row0, first, second = request(base, lane, warp, products, ends, GATED, K, TILES, W, D)
     if LORA.rank:
-        rows = request_rows(adapted, slots, 1, warp, lane, LORA)
+        request_rows(adapted, slots, 1, warp, lane, LORA)
         owned = request_columns(ring + PER * W, adapted, slots, ends, row0, 1, tid, GATED, COLUMNS, LORA)
     run(WAIT_AND_LAUNCH, lane)
     xs, squares = _load_inputs(x, normed, warp, g, t, gl.program_id(0) == 0, MINE, K, W)
     if LORA.rank:
-        inner = shrink(x, normed.delta, normed.weight, adapted, slots, rows, 1, warp, lane, LORA)
+        inner = shrink(x, normed.delta, normed.weight, adapted, slots, 1, warp, lane, LORA)
     mine = g * 128 + ((t // 2) ^ (g % 2)) * 16 + (t % 2) * 8 + (g // 2) * 32
     found = ()
     for n in gl.static_range(TILES):
         total0 = (tid * 0).to(gl.float32)
         total1 = total0
         for i in gl.static_range(MINE):
-            if LORA.rank and n == TILES - 1 and i == MINE - 1:
-                # most are there by now, and the last run hides the latency
-                seen = peek_parts(adapted, inner, owned, 1, warp, lane, LORA)
             sums = _run_of_codes(base, lane, warp, first, second, mine, xs[i], n * MINE + i, TILES, MINE, ROWS, K, W, D)
             X, r0, r1, r2, r3 = sums[0], sums[1], sums[2], sums[3], sums[4]
             at = scales + n * 32 * PITCH + g * PITCH + i * 16 + t * 4
@@ -286,7 +282,7 @@ def matvec(
     if normed.weight is not None:
         put(ring + TILES * W * 256 + warp * 4, sum_over(squares, 32))
     if LORA.rank:
-        sum_parts(ring + PER * W, adapted, inner, owned, seen, 1, warp, lane, COLUMNS, LORA)
+        sum_parts(ring + PER * W, adapted, inner, owned, 1, warp, lane, COLUMNS, LORA)
     gl.thread_barrier()
     if LORA.rank:
         count_up(adapted, lane, tid == 32 * W - 1)
