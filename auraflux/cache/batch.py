@@ -102,6 +102,7 @@ class Batch:
     single             each sequence has one new token, which is a token of the vocabulary
     logits             which new tokens need logits
     embeddings         of images among the new tokens; None for none
+    pieces             the step divided at multiples of a chunk size, by that size, see `ChunkedLayer`
     all_ends           see `ends`, of layers without a window and of those with one
     padding_sequences  dummy sequences after the others in a single-token step: pads the batch to a captured size
     padding            padding tokens at the end of a single sequence's step, which pad it to a captured size; None if it is
@@ -131,6 +132,7 @@ class Batch:
         self.all_ends: list[Tensor | None] = [None, None]
         self._find_index, self._evict, self._expected = find_index, evict, expected
         self._views: dict[Layer, Any] = {}
+        self.pieces: dict[int, Any] = {}
         self._use_index(max(sequence.length for sequence in sequences))
 
     @property
@@ -140,6 +142,11 @@ class Batch:
     @property
     def starts(self) -> Tensor:
         return self.index.starts
+
+    @property
+    def length_bucket(self) -> int:
+        """Tokens of a sequence that the index has room for."""
+        return self.index.length_bucket
 
     @property
     def tokens(self) -> int:
@@ -250,6 +257,7 @@ class Batch:
         """Write the step to the index."""
         lengths = [sequence.length for sequence in self.sequences]
         self._use_index(max(lengths))
+        self.pieces = {}
         spans = [range(length - new, length) for length, new in zip(lengths, counts, strict=True)]
         each = zip(self.sequences, spans, strict=True)
         positions = [sequence.position(span[0]) for sequence, span in each] if self.single else []

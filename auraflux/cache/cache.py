@@ -125,6 +125,11 @@ class Cache:
             group.is_local = self._is_local
         return shape.build(self, bits, number)
 
+    def divides(self, length_bucket: int) -> bool:
+        """Return whether some layers attend within chunks shorter than such sequences."""
+        sizes = (shape.window for shape in self.shapes if isinstance(shape, AttentionShape) and shape.chunked)
+        return any(size is not None and size < length_bucket for size in sizes)
+
     @cached_property
     def states(self) -> StateGroup:
         """The group of all recurrent layers."""

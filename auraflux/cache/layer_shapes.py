@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from auraflux.cache.layers.bidirectional import BidirectionalLayer
+from auraflux.cache.layers.chunked import ChunkedLayer
 from auraflux.cache.layers.compressed import CompressedEntries, CompressedLayer, WindowLayer
 from auraflux.cache.layers.context_parallel import (
     ContextParallelDenseLayer,
@@ -67,14 +68,16 @@ def _window_dtype(cache: LayerContext) -> torch.dtype:
 class AttentionShape:
     """Attention with keys and values per head.
 
-    heads   number of KV heads
-    window  positions that a query attends to, itself included; None for all
+    heads    number of KV heads
+    window   positions that a query attends to, itself included; None for all
+    chunked  a query attends to those from a multiple of the window on, not to the last ones
     """
 
     heads: int
     width: int
     value_width: int | None = None
     window: int | None = None
+    chunked: bool = False
     attends = True
     page = None
 
@@ -84,7 +87,8 @@ class AttentionShape:
 
     @property
     def title(self) -> str:
-        return "full attention" if self.window is None else f"sliding-window attention, {self.window} tokens"
+        kind = "attention in chunks of" if self.chunked else "sliding-window attention,"
+        return "full attention" if self.window is None else f"{kind} {self.window} tokens"
 
     @property
     def span(self) -> int | None:
@@ -100,7 +104,9 @@ class AttentionShape:
             return f"its keys have width {self.width} and its values {self.value_width}; quantization needs one width."
         return width_refusal(self.width)
 
-    def build(self, cache: LayerContext, bits: Bits | None, number: int) -> DenseLayer | QuantizedLayer:
+    def build(self, cache: LayerContext, bits: Bits | None, number: int) -> DenseLayer | QuantizedLayer | ChunkedLayer:
+        if self.chunked:
+            return self._build_chunked(cache, bits, number)
         settings, group = cache.settings, cache.group(self.window)
         # a window within the recent window would never be read as codes
         if bits is None or (self.window is not None and self.window <= settings.resolved_recent_window):
@@ -111,6 +117,16 @@ class AttentionShape:
         calibration = cache.layer_calibration(number, self.heads, self.width)
         quantized = ContextParallelQuantizedLayer if group.page_shard.is_sharded else QuantizedLayer
         return quantized(group, self.heads, self.width, bits, settings.seed, settings.sparse_v, sinks, recent, calibration)
+
+    def _build_chunked(self, cache: LayerContext, bits: Bits | None, number: int) -> ChunkedLayer:
+        """Build the layer of a window, and divide it; later chunks have no sink tokens, so none has."""
+        kv, size, page = replace(self, chunked=False).build(cache, bits, number), self.window, cache.group(self.window).size
+        assert size is not None
+        assert not isinstance(kv, ChunkedLayer)
+        if size % page:
+            raise SettingsError(f"attention in chunks of {size} tokens does not fit pages of {page}: give a divisor of {size}.")
+        kv.drop_sinks()
+        return ChunkedLayer(kv, size)
 
 
 @dataclass(frozen=True)

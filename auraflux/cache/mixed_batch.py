@@ -42,6 +42,11 @@ class MixedBatch:
         self.prefill.allocate([size], padding)
 
     @property
+    def length_bucket(self) -> int:
+        """Tokens of a sequence that the indexes have room for."""
+        return max(self.decode.length_bucket, self.prefill.length_bucket)
+
+    @property
     def counts(self) -> list[int]:
         """Number of new tokens of each sequence, decoding sequences first."""
         return [*self.decode.counts, *self.prefill.counts]

@@ -14,12 +14,12 @@ PRIVATE = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 def reserve(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor of zeros whose CPU memory is committed only when it is written to."""
-    if device.type != "cpu":
-        return torch.zeros(*shape, dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not nbytes:
+        return torch.zeros(*shape, dtype=dtype, device=device)
     # malloc would clear, and so commit, what it hands out again
     try:
-        memory = mmap.mmap(-1, max(1, nbytes), **PRIVATE)
+        memory = mmap.mmap(-1, nbytes, **PRIVATE)
     except OSError as err:
         raise MemoryError from err
     if nbytes >= HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):

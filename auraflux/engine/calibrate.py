@@ -96,7 +96,7 @@ class RecordingShape(AttentionShape):
 
 
 def _recorded(shape: AttentionShape, mixer: Any, done: Callable[[int, KeyCalibration], None]) -> RecordingShape:
-    return RecordingShape(shape.heads, shape.width, shape.value_width, shape.window, mixer, done)
+    return RecordingShape(shape.heads, shape.width, shape.value_width, shape.window, mixer=mixer, done=done)
 
 
 class RecordingLayer(AttentionLayer):

@@ -29,6 +29,7 @@ log = logging.getLogger("auraflux")
 MAX_STEPS = 128  # recordings; the least recently used is evicted
 MAX_CPU_VERIFY_STEPS = 8  # recordings of verify steps on a CPU, which hold the activations of all layers
 SWITCHED_OFF = "graphs are switched off"
+DIVIDED = "attention divides tokens into chunks on the host"
 ADAPTED_EXPERTS = "an adapter of the step changes experts"
 TOO_LONG = "the step streams its experts from host memory"
 EMBEDDED_TOKENS = 2048  # for which there is room in buffers of image embeddings from the start
@@ -310,6 +311,8 @@ class GraphRunner:
         refused = self.refused if batch.single else self.refused or self.prefill_refused
         if not self.captures(len(step.ids)):
             refused = TOO_LONG
+        if not batch.single and self.runner.cache.divides(batch.length_bucket):
+            refused = DIVIDED
         if self.adapters is not None and not self.adapters.captures and active.get() is not None:
             refused = ADAPTED_EXPERTS
         self.warming_up = refused is None

@@ -46,7 +46,7 @@ def rounded_shapes(shapes: Sequence[Any], peer: Peer) -> list[Any]:
 def _rounded_shape(shape: Any, peer: Peer, index: int) -> Any:
     if not shape.attends:
         return shape
-    if type(shape) in (SparseLatentShape, CompressedShape):
+    if type(shape) in (SparseLatentShape, CompressedShape) or getattr(shape, "chunked", False):
         raise SettingsError(f"{peer.title} cannot be simulated in layer {index}: it is {shape.title}.")
     latent = type(shape) is LatentShape
     if latent and (peer.over is not None or peer.recent_window):
@@ -56,7 +56,7 @@ def _rounded_shape(shape: Any, peer: Peer, index: int) -> Any:
             raise SettingsError(f"{peer.title} cannot be simulated in layer {index}: {reason}")
     if latent:
         return RoundedLatentShape(shape.width, shape.rope, peer)
-    return RoundedShape(shape.heads, shape.width, shape.value_width, shape.window, peer)
+    return RoundedShape(shape.heads, shape.width, shape.value_width, shape.window, peer=peer)
 
 
 @dataclass(frozen=True)

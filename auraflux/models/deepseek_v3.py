@@ -23,7 +23,7 @@ from auraflux.models.mlp import AddedMLP
 from auraflux.models.mtp import MTPNames, after_last
 from auraflux.models.output_norms import NormedMixture
 from auraflux.models.rotation import Growth, RopeSettings, Rotation, growth, rope_settings, rotation
-from auraflux.ops import Routing, latent_output, latent_query
+from auraflux.ops import Routing, gate_heads, latent_output, latent_query
 from auraflux.quant import QTensor
 from auraflux.weights.fields import COUNT, EXPERTS, FACTOR, HEAD, LATENT, LAYER_INTERVAL, LAYERS, NAME, SHARED_EXPERTS, WIDTH
 from auraflux.weights.formats.stored import Stored
@@ -192,40 +192,51 @@ class Model(Decoder[Config]):
 
 
 class Attention(PartMixer):
-    """Latent attention over the cache."""
+    """Latent attention over the cache; a `gate` is a projection to one gate per head."""
 
     def __init__(self, config: Config, weights: Weights, name: str):
         mine = weights.slices.heads(config.heads)
         self.heads, self.nope, self.scale, self.growth = len(mine), config.widths.nope, config.scale, config.growth
         self.rotation = config.rotation.to(weights.device)
         hidden, widths = config.hidden, config.widths
-        self.query = _queries(config, weights, name, mine)
+        self.query = self.make_query(config, weights, name, mine)
         self.kv_a = Projection(weights, f"{name}.kv_a_proj_with_mqa", widths.latent + widths.rope, hidden)
         self.latent_norm = weights.vector(f"{name}.kv_a_layernorm.weight", widths.latent)
         # mlx-lm's layout
         halves = weights.has(f"{name}.embed_q.weight")
+        self.gate: Projection | None = None
         self.kv_b = (Halves if halves else Rows)(weights, name, config.heads, mine, widths)
         self.out = Output(weights, f"{name}.o_proj", hidden, config.heads * widths.value, span(mine, widths.value))
 
+    def make_query(self, config: Config, weights: Weights, name: str, mine: range) -> "FullRank | LowRank":
+        """Load the projection of queries, of some heads."""
+        widths = config.widths
+        each = widths.nope + widths.rope
+        rows = config.heads * each, span(mine, each)
+        if widths.query is None:
+            return FullRank(weights, f"{name}.q", *rows, config.hidden)
+        return LowRank(weights, f"{name}.q", *rows, widths.query, config.hidden)
+
     def mix(self, inputs: LayerInput, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
         """Return the residual stream with its delta added, and the next delta, both [T, H]."""
-        total, q_nope, q_rope = self.append(inputs, batch, store)
+        total, q_nope, q_rope, *gates = self.append(inputs, batch, store)
         if self.growth is not None:
             q_nope, q_rope = (self.growth(part, batch.positions) for part in (q_nope, q_rope))
         mixed = store.attend(batch, self.kv_b.query(q_nope), q_rope, self.scale)
-        return total, self.out(self.kv_b.output(mixed).flatten(1))
+        found = self.kv_b.output(mixed)
+        return total, self.out((gate_heads(found, gates[0]) if gates else found).flatten(1))
 
     def update_cache(self, inputs: LayerInput, batch: Batch, store: Any) -> None:
         """Append the latents of new tokens to the cache."""
         self.append(inputs, batch, store)
 
     def append(self, inputs: LayerInput, batch: Batch, store: Any) -> tuple[Tensor, ...]:
-        """Append latents to the cache; return the residual stream with its delta added, and both parts of the queries."""
-        both = self.query.first, self.kv_a
-        total, (q, kv) = add_norm_linears(*inputs, [each.weight for each in both], [each.bias for each in both])
+        """Append latents to the cache; return the residual stream with its delta added, both parts of queries, and gates."""
+        first = [self.query.first, self.kv_a, *([] if self.gate is None else [self.gate])]
+        total, (q, kv, *gates) = inputs.linears([each.weight for each in first], [each.bias for each in first])
         sizes = self.heads, self.nope
         rotated = store.rope_append(batch, self.query.rest(q), kv, *sizes, self.rotation, self.latent_norm, LATENT_EPS)
-        return total, *rotated
+        return total, *rotated, *gates
 
 
 class Projection:
@@ -261,24 +272,15 @@ class FullRank:
 
 
 class LowRank:
-    """Low-rank queries: b(norm(a x))."""
+    """Low-rank queries: b(norm(a x)); b may have more `inputs` than the rank."""
 
-    def __init__(self, weights: Weights, name: str, rows: int, some: range, rank: int, width: int):
+    def __init__(self, weights: Weights, name: str, rows: int, some: range, rank: int, width: int, inputs: int | None = None):
         self.first = Projection(weights, f"{name}_a_proj", rank, width)
         self.norm = weights.vector(f"{name}_a_layernorm.weight", rank)
-        self.b = Projection(weights, f"{name}_b_proj", rows, rank, some)
+        self.b = Projection(weights, f"{name}_b_proj", rows, rank if inputs is None else inputs, some)
 
     def rest(self, q: Tensor) -> Tensor:
         return add_norm_linears(q, None, self.norm, LATENT_EPS, [self.b.weight], [self.b.bias])[1][0]
-
-
-def _queries(config: Config, weights: Weights, name: str, mine: range) -> FullRank | LowRank:
-    widths = config.widths
-    each = widths.nope + widths.rope
-    rows = config.heads * each, span(mine, each)
-    if widths.query is None:
-        return FullRank(weights, f"{name}.q", *rows, config.hidden)
-    return LowRank(weights, f"{name}.q", *rows, widths.query, config.hidden)
 
 
 class Rows:

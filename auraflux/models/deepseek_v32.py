@@ -106,7 +106,11 @@ class Model(deepseek_v3.Model):
         own = Indexer(config, weights, f"{name}.indexer") if config.index.layers[index] else None
         self.indexer = own or self.indexer
         assert self.indexer is not None
-        return Attention(config, weights, name, self.indexer, own is not None)
+        return self.make_attention(weights, name, self.indexer, own is not None)
+
+    def make_attention(self, weights: Weights, name: str, indexer: "Indexer", chooses: bool) -> Mixer:
+        """Make the attention of a layer under a name such as model.layers.3.self_attn."""
+        return Attention(self.config, weights, name, indexer, chooses)
 
 
 class Indexer:
@@ -156,21 +160,30 @@ class Attention(deepseek_v3.Attention):
             self.indexer.choose(batch, store, *index_inputs)
         chosen = None if store.sees_all(batch) else self.indexer.chosen
         mixed = store.attend(batch, self.kv_b.query(q_nope), q_rope, self.scale, chosen)
-        return total, self.out(self.kv_b.output(mixed).flatten(1))
+        return total, self.out(self.output(mixed))
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """Return the output of all heads of attended latents: [T, H, latent] -> [T, H * value]."""
+        return self.kv_b.output(mixed).flatten(1)
 
     def append(self, inputs: LayerInput, batch: Batch, store: Any) -> tuple[Tensor, ...]:
         """Append latents and index keys; return the residual stream with its delta added and both parts of the queries, then,
         where a selection is due, the indexer's queries and weights."""
         indexer, selects = self.indexer, self.chooses and not store.sees_all(batch)
         first = [self.query.first, self.kv_a, *([indexer.key] if self.chooses else []), *([indexer.share] if selects else [])]
-        total, (q, kv, *rest) = add_norm_linears(*inputs, [each.weight for each in first], [each.bias for each in first])
-        second = [self.query.b, *([indexer.query] if selects else [])]
-        sides = [each.weight for each in second], [each.bias for each in second]
-        _, (q, *index_inputs) = add_norm_linears(q, None, self.query.norm, LATENT_EPS, *sides)
+        total, (q, kv, *rest) = inputs.linears([each.weight for each in first], [each.bias for each in first])
+        q, index_inputs = self.queries(q, selects)
         rotated = store.rope_append(batch, q, kv, self.heads, self.nope, self.rotation, self.latent_norm, LATENT_EPS)
         if self.chooses:
             indexer.append(rest[0], batch, store)
         return total, *rotated, *index_inputs, *rest[1:]
+
+    def queries(self, q: Tensor, selects: bool) -> tuple[Tensor, list[Tensor]]:
+        """Return the queries, and those of the indexer if it is to select, of the low-rank ones."""
+        second = [self.query.b, *([self.indexer.query] if selects else [])]
+        sides = [each.weight for each in second], [each.bias for each in second]
+        _, (q, *index_inputs) = add_norm_linears(q, None, self.query.norm, LATENT_EPS, *sides)
+        return q, index_inputs
 
 
 def make_caches(config: Config) -> list[SparseLatentShape]:

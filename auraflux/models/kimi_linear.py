@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from auraflux.adapters.linears import add_norm_linears, linear
+from auraflux.adapters.linears import linear
 from auraflux.cache import Batch, ChannelDeltaShape, LatentShape
 from auraflux.errors import FormatError
 from auraflux.models import deepseek_v3
@@ -22,6 +22,7 @@ from auraflux.models.rotation import no_rotation
 from auraflux.ops import channel_gates, qk_norm, rms_norm, sigmoid_gate
 from auraflux.weights import fields
 from auraflux.weights.fields import COUNT, HEAD, LAYERS, MOST_LAYERS, Fields
+from auraflux.weights.formats.stored import Stored
 from auraflux.weights.formats.untrusted import list_of
 from auraflux.weights.loader import Weights
 
@@ -39,11 +40,17 @@ ALIASES = {
 
 @dataclass(frozen=True, eq=False)
 class Config(deepseek_v3.Config):
-    """DeepSeek V3's config; layers are of two `kinds`, and KDA heads have keys and values of one width."""
+    """DeepSeek V3's config; layers are of two `kinds`, and KDA heads have keys and values of one width.
+
+    low_rank  gates of KDA come from two matrices each, not from one
+    floor     of the decay's logarithm, see `channel_gates`; None for none
+    """
 
     kinds: tuple[str, ...]
     delta_heads: int
     delta_width: int
+    low_rank: bool = True
+    floor: float | None = None
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "Config":
@@ -99,10 +106,14 @@ class Delta(PartMixer):
     def __init__(self, weights: Weights, name: str, config: Config):
         self.heads, self.width, self.eps = config.delta_heads, config.delta_width, config.eps
         wide = self.heads * self.width
-        rows = {**dict.fromkeys("qkv", wide), "f_a": self.width, "g_a": self.width, "b": self.heads}
+        gates = dict.fromkeys(("f_a", "g_a"), self.width) if config.low_rank else dict.fromkeys("fg", wide)
+        rows = {**dict.fromkeys("qkv", wide), **gates, "b": self.heads}
         self.projections = [weights.matrix(f"{name}.{part}_proj", n, config.hidden) for part, n in rows.items()]
         self.taps = [taps_of(weights, f"{name}.{part}_conv1d.weight", wide) for part in "qkv"]
-        self.fading, self.gate = (weights.matrix(f"{name}.{part}_b_proj", wide, self.width) for part in "fg")
+        second = [weights.matrix(f"{name}.{part}_b_proj", wide, self.width) for part in "fg" if config.low_rank]
+        self.fading: Stored | None = second[0] if second else None
+        self.gate: Stored | None = second[1] if second else None
+        self.floor = config.floor
         self.a_log = _rates(weights, f"{name}.A_log", self.heads)
         self.dt_bias = weights.vector(f"{name}.dt_bias", wide).view(self.heads, self.width)
         self.norm = weights.vector(f"{name}.o_norm.weight", self.width)
@@ -110,13 +121,14 @@ class Delta(PartMixer):
 
     def mix(self, inputs: LayerInput, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
         """Return the residual stream with its delta added, and the next delta, both [T, H]."""
-        total, (*qkv, f, g, b) = add_norm_linears(*inputs, self.projections)
+        total, (*qkv, f, g, b) = inputs.linears(self.projections)
         shape = len(b), self.heads, self.width
         q, k, v = (part.view(shape) for part in store.convolve_each(batch, qkv, self.taps))
         q, k = qk_norm(q, k, UNIT_EPS)
-        decay, beta = channel_gates(linear(f, self.fading).view(shape), b, self.a_log, self.dt_bias)
+        f, g = (x if second is None else linear(x, second) for x, second in ((f, self.fading), (g, self.gate)))
+        decay, beta = channel_gates(f.view(shape), b, self.a_log, self.dt_bias, self.floor)
         out = rms_norm(store.update(batch, q, k, v, decay, beta), self.norm, self.eps)
-        out = sigmoid_gate(out, linear(g, self.gate).view(shape))
+        out = sigmoid_gate(out, g.view(shape))
         return total, linear(out.flatten(1), self.out)
 
 

@@ -76,6 +76,29 @@ class PreparedInput(NamedTuple):
         return batch.map_parts(lambda part, x: mix(PreparedInput(x), part), self.x)
 
 
+class NormedInput(NamedTuple):
+    """The input of a mixer or an MLP that the layer has normalised, and the residual stream.
+
+    x         [T, H]
+    residual  [T, H]
+    """
+
+    x: Tensor
+    residual: Tensor
+
+    def linears(self, weights: Sequence[Stored], biases: Biases = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the residual stream and the projections of x."""
+        return self.residual, linears(self.x, weights, biases)
+
+    def scores(self, weights: Sequence[Stored], biases: Biases = None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Return x, the residual stream, and the projections of x."""
+        return self.x, self.residual, linears(self.x, weights, biases)
+
+    def map_parts(self, batch: Batch | MixedBatch, mix: Callable[..., Any]) -> Any:
+        """Call `mix` with the rows of each part of a batch and that part."""
+        return batch.map_parts(lambda part, x, residual: mix(NormedInput(x, residual), part), *self)
+
+
 class Mixer(ABC):
     """The part of a layer that reads other tokens: attention or a recurrent state.
 

@@ -17,10 +17,10 @@ from auraflux.weights.loader import Weights
 
 EACH, ALL = "each", "all"
 NORMED = "qwen3", "qwen3_moe", "dots1", "hy_v3", "exaone_moe", "mellum", "afmoe", "laguna", "step3p7", "lfm2_moe"
-NORMS = {**dict.fromkeys(NORMED, EACH), **dict.fromkeys(("olmoe", "minimax_m2"), ALL)}
+NORMS = {**dict.fromkeys(NORMED, EACH), **dict.fromkeys(("olmoe", "minimax_m2", "flex_olmo"), ALL)}
 SLIDING, FULL = "sliding_attention", "full_attention"
 # with a window in every layer, and with one where use_sliding_window says so
-WINDOWED, SWITCHED = ("mistral", "ministral3", "mixtral"), ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+WINDOWED, SWITCHED = ("mistral", "ministral3", "mixtral", "phimoe", "minimax"), ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,8 +38,8 @@ class Config(llama.Config):
         # transformers writes the second name
         count, chosen = keys.experts("num_experts" if "num_experts" in keys else "num_local_experts")
         routing = Routing(chosen, "softmax", renormalize=keys.get("norm_topk_prob", FLAG, False) or mixtral)
-        # OLMoE and Mixtral have no other MLPs
-        alone = keys.kind in ("olmoe", "mixtral")
+        # OLMoE, FlexOlmo and Mixtral have no other MLPs
+        alone = keys.kind in ("olmoe", "flex_olmo", "mixtral")
         inner = keys.get("moe_intermediate_size", WIDTH, plain.inner) if alone else keys.expert_inner
         shared = keys.get("shared_expert_intermediate_size", WIDTH_OR_NONE, 0) or None
         mixture = MixtureConfig(count, inner, routing, shared if keys.kind == "qwen2_moe" else None)

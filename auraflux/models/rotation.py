@@ -78,9 +78,10 @@ class Growth:
 
     slope: float
     span: int
+    ahead: int = 0
 
     def __call__(self, q: Tensor, positions: Tensor) -> Tensor:
-        return grow_queries(q, positions, self.slope, self.span)
+        return grow_queries(q, positions, self.slope, self.span, self.ahead)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,13 @@ SOURCE = Path(transformers.__file__).parent / "models"
 NOT_INFERENCE = {
     "attention_dropout",
     "initializer_range",
+    "input_jitter_noise",
+    "output_attentions",
+    "output_hidden_states",
     "output_router_logits",
     "pad_token_id",
     "rescale_prenorm_residual",
+    "return_dict",
     "router_aux_loss_coef",
     "router_jitter_noise",
     "time_step_floor",
@@ -26,9 +30,18 @@ NOT_INFERENCE = {
     "use_cache",
 }
 # the tensors of a checkpoint decide: a bias is used where there is one
-BY_TENSORS = {"attention_bias", "mlp_bias", "qkv_bias", "use_bias", "use_conv_bias", "mamba_conv_bias", "conv_bias"}
+BY_TENSORS = {
+    "attention_bias",
+    "mlp_bias",
+    "qkv_bias",
+    "use_bias",
+    "use_conv_bias",
+    "mamba_conv_bias",
+    "conv_bias",
+    "lm_head_bias",
+}
 # other code for the same result, and how many logits are returned
-HOW = {"chunk_size", "mamba_chunk_size", "num_logits_to_keep", "use_mamba_kernels"}
+HOW = {"block_size", "chunk_size", "mamba_chunk_size", "num_logits_to_keep", "use_mamba_kernels"}
 # latent attention: heads have the widths of other keys, and each has its own key
 LATENT = {"head_dim", "num_key_value_heads"}
 MLA = (
@@ -41,7 +54,9 @@ MLA = (
     "mistral4",
     "deepseek_v32",
     "glm_moe_dsa",
+    "axk2",
     "kimi_linear",
+    "bailing_hybrid",
 )
 OTHERWISE: dict[str, set[str]] = {
     **dict.fromkeys(MLA, LATENT),

@@ -1,5 +1,6 @@
 """DeepSeek V4 with compressed attention against transformers."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from auraflux.errors import FormatError, SettingsError
 from auraflux.models import family
 from auraflux.models.deepseek_v4 import Config
 from auraflux.ops.simd.isa import ISA
+from auraflux.quant import QTensor, mxfp4
 from auraflux.weights.convert.mlx_folder import convert
 from auraflux.weights.convert.pack import pack
 from auraflux.weights.formats.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights
 from tests.models.oracles import error, logits, prefill, save, tokens, transformers_logits
 from tests.models.test_deepseek_v3 import rewrite
+from tests.weights.formats.quantized_folders import fp8
 
 WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 SMALL: dict[str, Any] = {
@@ -199,3 +202,41 @@ def test_published_config_keys_are_equivalent():
     for one, other in zip((*mine.rotations, mine.index_rotation), (*theirs.rotations, theirs.index_rotation), strict=True):
         assert torch.equal(one.frequencies, other.frequencies)
         assert one.mscale == other.mscale == 1
+
+
+def as_released(folder: Path, model: Any) -> None:
+    """Rewrite a folder as DeepSeek releases it, FP8 and four-bit experts with scales called `scale`; round the model alike."""
+    tensors, rounded = load_file(folder / "model.safetensors"), {}
+    for name in list(tensors):
+        kind = re.search(r"\.(experts\.\d+\.w[123]|shared_experts\.w[123]|wq_a|wq_b|wkv|wo_b)\.weight$", name)
+        if kind is None or "indexer" in name:
+            continue
+        weight, stem = tensors.pop(name), name.removesuffix("weight")
+        if kind[1].startswith("experts"):
+            packed, scales = mxfp4.encode(weight)
+            tensors[name] = packed.view(torch.int8)
+            tensors[f"{stem}scale"] = scales.view(torch.float8_e8m0fnu)
+            rounded[name] = QTensor(packed, scales, None, 4, 32, tuple(weight.shape)).dequantize(torch.float32)
+        else:
+            tensors[name], tensors[f"{stem}scale"], rounded[name] = fp8(weight, (128, 128), torch.float8_e8m0fnu)
+    assert {name.rsplit(".", 2)[1] for name in rounded} == {"w1", "w2", "w3", "wq_a", "wq_b", "wkv", "wo_b"}
+    plain = load_file(folder / "model.safetensors") | rounded
+    rewrite(folder, plain)
+    model.load_state_dict(DeepseekV4ForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict())
+    method = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+        "expert_dtype": "fp4",
+    }
+    rewrite(folder, tensors, quantization_config=method)
+
+
+def test_released_files_match_transformers(tmp_path: Path):
+    model = deepseek(q_lora_rank=64, o_lora_rank=32)
+    as_released(save(model, tmp_path), model)
+    formats = {each.label for each in map(open_checkpoint(tmp_path).stored_format, open_checkpoint(tmp_path).sizes()) if each}
+    assert formats == {"MXFP4", "FP8, blocks of 128 x 128"}
+    ids = tokens(model)
+    assert error(logits(tmp_path, ids), transformers_logits(model, ids)) < 1e-5

@@ -12,6 +12,8 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     GraniteMoeSharedConfig,
     GraniteMoeSharedForCausalLM,
+    GraniteMoeSWAConfig,
+    GraniteMoeSWAForCausalLM,
 )
 
 from auraflux.errors import FormatError
@@ -51,6 +53,13 @@ def shared(**changes: Any) -> Any:
     return sharpened(GraniteMoeSharedForCausalLM(GraniteMoeSharedConfig(**sizes | changes)))
 
 
+def swash(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = SMALL | MULTIPLIERS | {"shared_intermediate_size": 100, "sliding_window": 20, "num_hidden_layers": 5}
+    config = GraniteMoeSWAConfig(**sizes | changes, attn_implementation="eager")
+    return sharpened(GraniteMoeSWAForCausalLM(config))
+
+
 def hybrid(**changes: Any) -> Any:
     torch.manual_seed(0)
     sizes = SMALL | MULTIPLIERS | SCAN | {"shared_intermediate_size": 100, "layer_types": KINDS}
@@ -67,6 +76,13 @@ VARIANTS = {
     "granitemoe-plain": lambda: granite(**dict.fromkeys(MULTIPLIERS, 1.0), tie_word_embeddings=True, attention_bias=True),
     "granitemoeshared": shared,
     "granitemoeshared-none": lambda: shared(shared_intermediate_size=0, num_experts_per_tok=1),
+    "swash": swash,
+    "swash-listed": lambda: swash(
+        layer_types=["sliding_attention"] * 3 + ["full_attention"] * 2,
+        layer_rope_theta=[1e4, 0, 5e5, 1e4, 0],
+        shared_intermediate_size=0,
+        num_key_value_heads=1,
+    ),
     "hybrid": hybrid,
     "hybrid-rope-groups": lambda: hybrid(position_embedding_type="rope", mamba_n_groups=2, mamba_expand=1, mamba_d_head=12),
     "hybrid-dense": lambda: hybrid(num_local_experts=0, mamba_conv_bias=False),

@@ -43,7 +43,7 @@ SMALL = {
 }
 
 
-ROUTERS = ("mlp.gate.weight", "gate.wg.weight", "feed_forward.gate.weight", "shared_expert_gate.weight")
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "gate.wg.weight", "feed_forward.gate.weight", "shared_expert_gate.weight")
 
 
 def scale_embeddings(model: Any) -> Any:

@@ -18,6 +18,9 @@ class DenseLayer(AttentionLayer):
         self.v = group.zeros(heads, group.size, value_width, dtype=dtype)
         self.token_nbytes = heads * (width + value_width) * dtype.itemsize
 
+    def drop_sinks(self) -> None:
+        """Do nothing: no tokens are stored twice."""
+
     def view(self, batch: Batch) -> KVPages:
         return KVPages(self.k, self.v, batch.table(self.group), batch.lengths)
 

@@ -49,6 +49,11 @@ class QuantizedLayer(AttentionLayer):
         self.token_nbytes = heads * sum(4 * n + NORM_NBYTES for n in words)
         self.full_precision_nbytes = self._full_precision_at(MAX_FULL_PRECISION)
 
+    def drop_sinks(self) -> None:
+        """Read sink tokens as codes from now on."""
+        self.sinks = None
+        self.full_precision_nbytes = self._full_precision_at(MAX_FULL_PRECISION)
+
     def nbytes_at(self, length: int) -> int:
         """Return the bytes of codes and of the full-precision window."""
         return super().nbytes_at(length) + self._full_precision_at(length)

@@ -78,9 +78,17 @@ def channels(*lengths: int, **sizes: int | torch.dtype) -> Args:
     return {**args, "decay": torch.rand(args["q"].shape) ** 0.25}
 
 
-def channel_gate(tokens: int, heads: int, width: int, scale: float = 3.0, dtype: torch.dtype = torch.float32) -> Args:
+def channel_gate(
+    tokens: int,
+    heads: int,
+    width: int,
+    scale: float = 3.0,
+    dtype: torch.dtype = torch.float32,
+    floor: float | None = None,
+) -> Args:
     f, b = (torch.randn(tokens, heads, width) * scale).to(dtype), (torch.randn(tokens, heads) * scale).to(dtype)
-    return {"f": f, "b": b, "a_log": (torch.rand(heads) * 16).log(), "dt_bias": torch.randn(heads, width)}
+    rates = (torch.rand(heads) * 16).log()
+    return {"f": f, "b": b, "a_log": rates, "dt_bias": torch.randn(heads, width), "floor": floor}
 
 
 def scan(
@@ -215,6 +223,7 @@ CASES = [
     Case(channel_gates, "odd", lambda: channel_gate(7, 3, 63)),
     Case(channel_gates, "large", lambda: channel_gate(5, 4, 16, scale=60.0)),
     Case(channel_gates, "bf16", lambda: channel_gate(5, 4, 100, dtype=BF16)),
+    Case(channel_gates, "floor", lambda: channel_gate(9, 4, 63, floor=-5.0)),
     Case(selective_scan, "one-token", lambda: scan(1, heads=64, groups=8), bench=True, nbytes=scan_nbytes),
     Case(selective_scan, "512-tokens", lambda: scan(512, heads=64, groups=8), bench=True),
     Case(selective_scan, "ragged", lambda: scan(17, 0, 1, 5, 40, key_width=32)),

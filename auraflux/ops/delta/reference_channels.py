@@ -26,7 +26,9 @@ def check_starts(starts: Tensor, sequences: int, tokens: int, near: Tensor) -> N
         raise InputError(f"'starts' is {places}; it must increase from 0 to the number of tokens, {tokens}.")
 
 
-def _check_channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> None:
+def _check_channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, floor: float | None = None) -> None:
+    if floor is not None and not floor < 0:
+        raise InputError(f"floor is {floor}; the logarithm of a decay must be negative.")
     check_dense(f=f, b=b, a_log=a_log, dt_bias=dt_bias)
     check_shape("f", f, None, None, None)
     check_shape("b", b, *f.shape[:2])
@@ -37,17 +39,19 @@ def _check_channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -
 
 
 @op(check=_check_channel_gates)
-def channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, floor: float | None = None) -> tuple[Tensor, Tensor]:
     """Compute the decay of each state channel and the write strength from two gate projections.
 
     f        [T, H, K]
     b        [T, H]
     a_log    [H]        logarithm of each head's rate
     dt_bias  [H, K]
+    floor    of the decay's logarithm, below 0: it is floor * sigmoid(rate * x), not -rate * softplus(x)
     returns  (decay [T, H, K], beta [T, H]), float32, in [0, 1]
     """
-    step = torch.nn.functional.softplus(f.float() + dt_bias.float())
-    return torch.exp(-a_log.float().exp()[:, None] * step), torch.sigmoid(b.float())
+    x, rate = f.float() + dt_bias.float(), a_log.float().exp()[:, None]
+    found = -rate * torch.nn.functional.softplus(x) if floor is None else floor * torch.sigmoid(rate * x)
+    return torch.exp(found), torch.sigmoid(b.float())
 
 
 def _check_channel_delta(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor) -> None:

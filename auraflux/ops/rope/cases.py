@@ -73,6 +73,7 @@ CASES = [
     Case(grow_queries, "before-the-first-span", lambda: growing(7, 3, 63, 8192)),
     Case(grow_queries, "every-position", lambda: growing(5, 3, 333, 1, start=1 << 20, kind=torch.int64)),
     Case(grow_queries, "apart", lambda: {**growing(3, 4, 64, 2), "q": torch.randn(3, 4, 96)[..., :64]}),
+    Case(grow_queries, "ahead", lambda: {**growing(20, 3, 64, 8), "ahead": 1}),
     Case(grow_queries, "no-tokens", lambda: growing(0, 4, 64, 8)),
     Case(grow_queries, "bf16", lambda: growing(3, 4, 100, 2, dtype=BF16), tol=4e-3),
     Case(norm_rope, "one-token", lambda: both(1, 32, 4, 128, start=4000), bench=True),

@@ -96,21 +96,21 @@ def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, in
 
 @Kernel
 def _grow(args, job, jobs):
-    q_at, positions, long, out_at, tokens, row, span, slope = arguments(args, 8)
+    q_at, positions, long, out_at, tokens, row, span, ahead, slope = arguments(args, 9)
     for token in share(tokens, job, jobs):
         q, out = floats(q_at + 4 * token * row, row), floats(out_at + 4 * token * row, row)
-        whole = _position(positions, long, token) // span
+        whole = (_position(positions, long, token) + ahead) // span
         size = ONE + real(slope) * np.float32(np.log(1.0 + np.float64(whole)))
         for i in range(row):
             out[i] = q[i] * size
 
 
-def grow_queries(q: Tensor, positions: Tensor, slope: float, span: int) -> Tensor:
+def grow_queries(q: Tensor, positions: Tensor, slope: float, span: int, ahead: int = 0) -> Tensor:
     wide = as_float(q.contiguous())
     out = torch.empty_like(wide)
     jobs = threads() if q.numel() >= PARALLEL_FROM else 1
     read = wide.data_ptr(), positions.data_ptr(), positions.dtype is torch.int64
-    _grow(jobs, *read, out.data_ptr(), q.shape[0], q.shape[1] * q.shape[2], span, float(slope))
+    _grow(jobs, *read, out.data_ptr(), q.shape[0], q.shape[1] * q.shape[2], span, ahead, float(slope))
     return like(out, q)
 
 

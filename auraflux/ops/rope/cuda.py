@@ -86,9 +86,9 @@ def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, in
 
 
 @triton.jit
-def _grow(q, positions, out, row, width, pitch, span, slope, BLOCK: tl.constexpr):
+def _grow(q, positions, out, row, width, pitch, span, ahead, slope, BLOCK: tl.constexpr):
     token = tl.program_id(0)
-    spans = tl.load(positions + token) // span
+    spans = (tl.load(positions + token) + ahead) // span
     size = 1.0 + slope * tl.log(1.0 + spans.to(tl.float32))
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = (token.to(tl.int64) * (row // width) + at // width) * pitch + at % width
@@ -96,11 +96,11 @@ def _grow(q, positions, out, row, width, pitch, span, slope, BLOCK: tl.constexpr
     tl.store(out + token.to(tl.int64) * row + at, found * size, mask=at < row)
 
 
-def grow_queries(q: Tensor, positions: Tensor, slope: float, span: int) -> Tensor:
+def grow_queries(q: Tensor, positions: Tensor, slope: float, span: int, ahead: int = 0) -> Tensor:
     ready(q)
     out, row = q.new_empty(q.shape), q.shape[1] * q.shape[2]
     if q.numel():
-        sizes = row, q.shape[2], q.stride(1), span, float(slope), GROWN
+        sizes = row, q.shape[2], q.stride(1), span, ahead, float(slope), GROWN
         launch(_grow, (q.shape[0], cdiv(row, GROWN)))(q, positions, out, *sizes)
     return out
 

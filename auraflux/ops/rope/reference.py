@@ -52,7 +52,7 @@ def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, in
     return torch.cat((rotated.to(x.dtype), rest), -1)
 
 
-def _check_grow_queries(q: Tensor, positions: Tensor, slope: float, span: int) -> None:
+def _check_grow_queries(q: Tensor, positions: Tensor, slope: float, span: int, ahead: int = 0) -> None:
     check_shape("q", q, None, None, None)
     check_heads("q", q)
     # of strided heads, a single one is dense
@@ -62,17 +62,20 @@ def _check_grow_queries(q: Tensor, positions: Tensor, slope: float, span: int) -
     check_dtype("positions", positions, torch.int32, torch.int64)
     if span < 1:
         raise InputError(f"span is {span}; at least one position is needed.")
+    if ahead < 0:
+        raise InputError(f"ahead is {ahead}; positions are counted from 0 or later.")
 
 
 @op(check=_check_grow_queries)
-def grow_queries(q: Tensor, positions: Tensor, slope: float, span: int) -> Tensor:
+def grow_queries(q: Tensor, positions: Tensor, slope: float, span: int, ahead: int = 0) -> Tensor:
     """Multiply the queries of a token by 1 + slope * log(1 + n), n being the number of complete spans before its position.
 
     q          [T, H, D]  its heads may be strided
     positions  [T]        int32 or int64
+    ahead      added to positions
     returns    [T, H, D]  in q's dtype
     """
-    spans = (positions // span).float()
+    spans = ((positions + ahead) // span).float()
     return (q.float() * (1 + slope * torch.log(1 + spans))[:, None, None]).to(q.dtype).contiguous()
 
 

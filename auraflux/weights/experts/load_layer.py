@@ -3,6 +3,7 @@
 per expert     experts.7.gate_proj.weight [I, H]                Hugging Face until 4.x, DeepSeek
 fused        experts.gate_up_proj [E, 2I, H]                  Hugging Face 5.x
 interleaved  experts.gate_up_proj [E, H, 2I], gate and up alternate; as MXFP4 [E, 2I, H]      gpt-oss
+transposed   experts.gate_up_proj [E, H, 2I], gate first                                      Llama 4
 stacked      switch_mlp.gate_proj.weight [E, I, H]            mlx-lm; `experts` for its gpt-oss, `switch_glu` for Gemma 4
 
 Experts without a gate have only up and down; fused ones are experts.up_proj [E, I, H].
@@ -34,22 +35,31 @@ EVEN, ODD = slice(0, None, 2), slice(1, None, 2)
 
 
 def load_experts(
-    weights: Weights, name: str, count: int, hidden: int, inner: int, activation: Activation | None = None
+    weights: Weights,
+    name: str,
+    count: int,
+    hidden: int,
+    inner: int,
+    activation: Activation | None = None,
+    transposed: bool = False,
 ) -> LayerExperts:
     """Load the experts under `name` from a checkpoint of any layout, or from packed files.
 
     activation  gpt-oss's implies biases
+    transposed  fused experts are transposed
     """
-    found = _load(weights, name, count, hidden, inner, activation)
+    found = _load(weights, name, count, hidden, inner, activation, transposed)
     weights.named.experts[name] = found
     return found
 
 
-def _load(weights: Weights, name: str, count: int, hidden: int, inner: int, activation: Activation | None) -> LayerExperts:
+def _load(
+    weights: Weights, name: str, count: int, hidden: int, inner: int, activation: Activation | None, transposed: bool
+) -> LayerExperts:
     sharding, slices = weights.expert_sharding, weights.slices
     if weights.experts is not None:
         return _load_packed(weights, weights.experts, name, count, hidden, inner, activation)
-    layer = _CheckpointExperts(weights, name, count, hidden, inner, activation)
+    layer = _CheckpointExperts(weights, name, count, hidden, inner, activation, transposed)
     if weights.expert_pool is not None:
         files = weights.checkpoint.experts
         return layer.pooled(weights.expert_pool) if files is None else layer.pooled_from(files, weights.expert_pool)
@@ -106,6 +116,7 @@ class _CheckpointExperts:
     hidden: int
     inner: int
     activation: Activation | None
+    transposed: bool
 
     @property
     def stacks(self) -> str:
@@ -122,7 +133,11 @@ class _CheckpointExperts:
             return _fused_ungated(weights, prefix, *sizes)
         if not weights.has(f"{prefix}.gate_up_proj"):
             return _per_expert(weights, prefix, self.hidden, self.inner, gated)
-        return (_interleaved if _like_gpt_oss(self.activation) else _fused)(weights, prefix, *sizes)
+        if _like_gpt_oss(self.activation):
+            return _transposed(weights, prefix, *sizes, EVEN, ODD)
+        if self.transposed:
+            return _transposed(weights, prefix, *sizes, slice(self.inner), slice(self.inner, None))
+        return _fused(weights, prefix, *sizes)
 
     def columns(self) -> range | None:
         """Return the columns of every expert on this rank; None if they do not divide evenly."""
@@ -288,7 +303,9 @@ def _rows(stack: Stored, rows: slice) -> Stored:
     return stack.part(rows) if isinstance(stack, QTensor) else stack[:, rows]
 
 
-def _interleaved(weights: Weights, prefix: str, count: int, hidden: int, inner: int) -> dict[str, ExpertSource]:
+def _transposed(
+    weights: Weights, prefix: str, count: int, hidden: int, inner: int, gate: slice, up: slice
+) -> dict[str, ExpertSource]:
     def stored(kind: str, rows: int, width: int) -> Stored:
         # the shape is ambiguous: gpt-oss has as many inner channels as hidden ones
         name = f"{prefix}.{kind}"
@@ -297,7 +314,7 @@ def _interleaved(weights: Weights, prefix: str, count: int, hidden: int, inner: 
         return dense(weights.stored(name, count, width, rows)).transpose(1, 2)
 
     both, down = stored("gate_up_proj", 2 * inner, hidden), stored("down_proj", hidden, inner)
-    return _halves(weights, prefix, both, down, EVEN, ODD)
+    return _halves(weights, prefix, both, down, gate, up)
 
 
 def _biases(weights: Weights, name: str, stacks: str, count: int, hidden: int, inner: int) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from auraflux.weights.formats.gguf_config import (
     gemma_embedding,
     glm4_moe,
     gpt_oss,
+    llama4,
     minimax_m2,
     qwen3_moe,
     qwen3_next,
@@ -76,6 +77,7 @@ SHARED = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 GLM4_MOE = _renamed_norm(SHARED)
+LLAMA4 = {name: module.replace("shared_experts", "shared_expert") for name, module in SHARED.items()}
 AFMOE = {
     **SHARED,
     "attn_gate": "self_attn.gate_proj",
@@ -208,6 +210,7 @@ DELTA: dict[str, Any] = {
 }
 ARCHITECTURES = {
     "llama": Architecture("llama", ATTENTION | MLP, order=rope_half_rows),
+    "llama4": Architecture("llama4_text", ATTENTION | LLAMA4, extra_config=llama4),
     "qwen2": Architecture("qwen2", ATTENTION | MLP),
     "qwen3": Architecture("qwen3", ATTENTION | HEAD_NORMS | MLP),
     "qwen3moe": Architecture("qwen3_moe", ATTENTION | HEAD_NORMS | EXPERTS, extra_config=qwen3_moe),

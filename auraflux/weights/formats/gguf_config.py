@@ -32,6 +32,7 @@ T = TypeVar("T")
 FREQUENCIES = "rope_freqs.weight"
 DELTA = {"group_count": COUNT, "time_step_rank": COUNT, "inner_size": WIDTH}
 SECTIONS = list_of(integer(0, 1024), 4)
+LLAMA4_CHUNK = 8192
 UNROTATED = 1e29  # a frequency divided by this factor or more does not rotate
 
 
@@ -210,6 +211,26 @@ def afmoe(meta: GGUFMetadata) -> dict[str, Any]:
         "route_scale": meta.get("expert_weights_scale", FACTOR, 1.0),
         # llama.cpp scales the embeddings of all of them
         "mup_enabled": True,
+    }
+
+
+def llama4(meta: GGUFMetadata) -> dict[str, Any]:
+    """Return what llama.cpp sets for Llama 4: its files say little of their attention."""
+    count, chosen = meta.experts
+    if not meta.get("attention.sliding_window", either(TOKEN_COUNT, integer(0, 0)), LLAMA4_CHUNK):
+        raise FormatError("GGUF files of architecture 'llama4' without attention in chunks are not supported.")
+    return {
+        "intermediate_size": meta.expert_inner,
+        "intermediate_size_mlp": meta.read("feed_forward_length", WIDTH),
+        "num_local_experts": count,
+        "num_experts_per_tok": chosen,
+        "interleave_moe_layer_step": meta.read("interleave_moe_layer_step", LAYER_INTERVAL),
+        "attention_chunk_size": LLAMA4_CHUNK,
+        "no_rope_layer_interval": 4,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+        # Maverick has 128 experts, and no norms of queries and keys
+        "use_qk_norm": count != 128,
     }
 
 

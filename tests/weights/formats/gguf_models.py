@@ -165,6 +165,10 @@ def tiny(kind: str, moe_intermediate_size: int = 64):
         return sharpen_routers(hf.MiniMaxM2ForCausalLM(config))
     if kind == "gemma4":
         return gemma4(**shared)
+    if kind == "llama4":
+        sizes = {"intermediate_size": 64, "intermediate_size_mlp": INNER, "num_local_experts": 5, "num_hidden_layers": 4}
+        config = hf.Llama4TextConfig(**shared | experts | sizes | {"num_experts_per_tok": 1, "interleave_moe_layer_step": 2})
+        return hf.Llama4ForCausalLM(config)
     if kind in QWENS:
         plain = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
         return _qwen(kind, **shared | HYBRID | {"rope_parameters": plain})
@@ -198,6 +202,9 @@ def unpacked(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
     """Convert one tensor of transformers to those of llama.cpp's converter."""
     if kind == "minimax-m2":
         name = name.replace(".mlp.", ".block_sparse_moe.")
+    if kind == "llama4":
+        name = name.replace(".feed_forward.", ".mlp.").replace(".mlp.router.", ".mlp.gate.")
+        array = array.swapaxes(1, 2).copy() if ".experts." in name else array
     if kind == "exaone-moe":
         name = name.replace(".mlp.gate.e_score", ".mlp.e_score")
     if kind == "deepseek2" and name.endswith(".kv_b_proj.weight"):
@@ -352,6 +359,16 @@ METADATA: dict[str, dict[str, Any]] = {
         "expert_gating_func": 2,
         "expert_group_count": 4,
         "expert_group_used_count": 2,
+    },
+    "llama4": {
+        "block_count": 4,
+        "expert_count": 5,
+        "expert_used_count": 1,
+        "expert_feed_forward_length": 64,
+        "interleave_moe_layer_step": 2,
+        "attention.key_length": WIDTH,
+        "attention.value_length": WIDTH,
+        "rope.dimension_count": WIDTH,
     },
     "minimax-m2": {
         "feed_forward_length": 64,

@@ -207,10 +207,14 @@ def ct_nvfp4_folder() -> tuple[dict[str, Any], Make]:
     return config, make
 
 
-def mxfp4_folder() -> tuple[dict[str, Any], Make]:
-    """Return config and maker of compressed-tensors' MXFP4: random codes, exponents near those of a weight."""
+def ct_mxfp4_config() -> dict[str, Any]:
     config = ct_config(4, 32, True, "mxfp4-pack-quantized")
     config["config_groups"]["group_0"]["weights"] |= {"type": "float", "scale_dtype": "torch.uint8"}
+    return config
+
+
+def mxfp4_folder(config: dict[str, Any], codes_name: str = "weight_packed") -> tuple[dict[str, Any], Make]:
+    """Return config and maker of MXFP4: random codes, exponents near those of a weight."""
 
     def make(weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
         rng = np.random.default_rng(number)
@@ -219,7 +223,7 @@ def mxfp4_folder() -> tuple[dict[str, Any], Make]:
         exponents[0, 0], exponents[1, 0] = 0, 130
         expected = E2M1[codes] * np.repeat(2.0 ** (exponents - 127.0), 32, 1)
         octets = (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)
-        parts = {"weight_packed": torch.from_numpy(octets), "weight_scale": torch.from_numpy(exponents.astype(np.uint8))}
+        parts = {codes_name: torch.from_numpy(octets), "weight_scale": torch.from_numpy(exponents.astype(np.uint8))}
         return parts, torch.from_numpy(expected)
 
     return config, make
@@ -286,13 +290,15 @@ FOLDERS = {
     "fp8": fp8_folder((128, 128), weight_block_size=[128, 128]),
     "fp8-bf16-scales": fp8_folder((64, 32), BF16, weight_block_size=[64, 32]),
     "fp8-powers": fp8_folder((128, 128), E8M0, weight_block_size=[128, 128]),
+    "fp8-deepseek-v4": fp8_folder((128, 128), E8M0, "scale", weight_block_size=[128, 128]),
     "fp8-small-blocks": fp8_folder((16, 16), weight_block_size=[16, 16]),
     "fp8-tensor": fp8_folder((0, 0), part="weight_scale"),
     "fp8-rows": fp8_folder((1, 0), part="weight_scale", quant_method="fbgemm_fp8", activation_scale_ub=1200.0),
     "ct-fp8-rows": ct_fp8_folder((1, 0), strategy="channel"),
     "ct-fp8-tensor": ct_fp8_folder((0, 0), strategy="tensor"),
     "ct-fp8-blocks": ct_fp8_folder((128, 128), strategy="block", block_structure=[128, 128]),
-    "ct-mxfp4": mxfp4_folder(),
+    "ct-mxfp4": mxfp4_folder(ct_mxfp4_config()),
+    "modelopt-mxfp4": mxfp4_folder({"quant_method": "modelopt", "quant_algo": "MXFP4"}, "weight"),
     "ct-nvfp4": ct_nvfp4_folder(),
     "nvfp4": modelopt_folder(),
     "modelopt-fp8": modelopt_fp8_folder((0, 0), "FP8"),

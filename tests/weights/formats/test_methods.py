@@ -509,6 +509,11 @@ def test_invalid_weights_are_refused(kind: str, change, message: str, llama: Pat
     ("config", "message"),
     [
         ({"quant_method": "bitsandbytes"}, "quantized by 'bitsandbytes', which is not supported. Supported: awq, gptq"),
+        (
+            {"quant_method": "hqq"},
+            "in HQQ's own layout, which is not read: take the model's bf16 folder, which auraflux convert",
+        ),
+        ({"quant_method": "exl3", "bits": 3.0}, "in EXL3's own layout, which is not read: take the model's bf16 folder"),
         ({"quant_method": 7}, "has quant_method = 7; a string"),
         ({"quant_method": "awq", "bits": 3}, "AWQ with 3 bits is not supported"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ in layout 'gemv' is not supported, only 'gemm'"),
@@ -519,7 +524,7 @@ def test_invalid_weights_are_refused(kind: str, change, message: str, llama: Pat
         ({"quant_method": "fp8", "fmt": "e5m2"}, "FP8 of kind 'e5m2' is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size \[128\] is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "has weight_block_size"),
-        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "experts in 'fp4' is not supported"),
+        ({"quant_method": "fp8", "expert_dtype": "int4"}, "experts in 'int4' is not supported"),
         (ct_config(4, 32, True, "mxfp8-quantized"), "in format 'mxfp8-quantized' is not supported"),
         ({"quant_method": "modelopt"}, "ModelOpt with quant_algo None is not supported. Supported: NVFP4"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported"),

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, jit, like, share, threads, workspace
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, jit, like, real, share, threads, workspace
 from auraflux.ops.simd.math import exp, sigmoid, softplus
 
 # below these, waking the threads costs more than the work
@@ -68,25 +68,29 @@ def channel_delta(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor,
 
 
 @jit
-def _decays(f_at, bias_at, rate, out_at, width):
+def _decays(f_at, bias_at, rate, floor, out_at, width):
     f, bias, out = floats(f_at, width), floats(bias_at, width), floats(out_at, width)
-    for i in range(width):
-        out[i] = exp(-rate * softplus(f[i] + bias[i]))
+    if floor < ZERO:
+        for i in range(width):
+            out[i] = exp(floor * sigmoid(rate * (f[i] + bias[i])))
+    else:
+        for i in range(width):
+            out[i] = exp(-rate * softplus(f[i] + bias[i]))
 
 
 @Kernel
 def _gates(args, job, jobs):
-    tokens, heads, width, f, b_at, a_log, bias, decay, beta_at = arguments(args, 9)
-    rates = floats(a_log, heads)
+    tokens, heads, width, f, b_at, a_log, bias, decay, beta_at, floor = arguments(args, 10)
+    rates, least = floats(a_log, heads), real(floor)
     for row in share(tokens * heads, job, jobs):
         head = row % heads
-        _decays(f + 4 * row * width, bias + 4 * head * width, exp(rates[head]), decay + 4 * row * width, width)
+        _decays(f + 4 * row * width, bias + 4 * head * width, exp(rates[head]), least, decay + 4 * row * width, width)
         floats(beta_at + 4 * row, 1)[0] = sigmoid(floats(b_at + 4 * row, 1)[0])
 
 
-def channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, floor: float | None = None) -> tuple[Tensor, Tensor]:
     wide = [as_float(x) for x in (f, b, a_log, dt_bias)]
     decay, beta = torch.empty_like(wide[0]), torch.empty_like(wide[1])
     jobs = threads() if f.numel() >= PARALLEL_FROM else 1
-    _gates(jobs, *f.shape, *(x.data_ptr() for x in wide), decay.data_ptr(), beta.data_ptr())
+    _gates(jobs, *f.shape, *(x.data_ptr() for x in wide), decay.data_ptr(), beta.data_ptr(), float(floor or 0.0))
     return decay, beta

@@ -82,10 +82,10 @@ def delta_layer_step(
     return LAYER(LayerStepCall(qkv, z, a, b, conv, state, taps, a_log, dt_bias, norm, starts, unit_eps, eps))
 
 
-def channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, floor: float | None = None) -> tuple[Tensor, Tensor]:
     ready(f)
     decay, beta = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (f, b))
-    make_channel_gates(f, b, a_log, dt_bias, decay, beta)
+    make_channel_gates(f, b, a_log, dt_bias, decay, beta, floor)
     return decay, beta
 
 

@@ -45,19 +45,24 @@ def run_channels(
 
 
 @triton.jit
-def _channel_gates(f, b, a_log, dt_bias, decay, beta, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _channel_gates(
+    f, b, a_log, dt_bias, decay, beta, floor, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     head, inside = row % HEADS, i < WIDTH
     x = tl.load(f + row * WIDTH + i, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(dt_bias + head * WIDTH + i, mask=inside, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(a_log + head).to(tl.float32))
-    tl.store(decay + row * WIDTH + i, tl.exp(-rate * softplus(x)), mask=inside)
+    found = -rate * softplus(x) if floor is None else floor * sigmoid(rate * x)
+    tl.store(decay + row * WIDTH + i, tl.exp(found), mask=inside)
     tl.store(beta + row, sigmoid(tl.load(b + row).to(tl.float32)))
 
 
-def make_channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, decay: Tensor, beta: Tensor) -> None:
+def make_channel_gates(
+    f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, decay: Tensor, beta: Tensor, floor: float | None
+) -> None:
     """Run `channel_gates` into `decay` and `beta`."""
     tokens, heads, width = f.shape
     if f.numel():
         sizes = heads, width, power_of_two(width)
-        launch(_channel_gates, (tokens * heads,))(f, b, a_log, dt_bias, decay, beta, *sizes, num_warps=1)
+        launch(_channel_gates, (tokens * heads,))(f, b, a_log, dt_bias, decay, beta, floor, *sizes, num_warps=1)

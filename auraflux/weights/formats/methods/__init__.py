@@ -18,6 +18,8 @@ METHODS: dict[str, Callable[[Fields], Method]] = {
 }
 # handled by `Folder` itself: gpt-oss's MXFP4 blocks, recognized by tensor names
 BUILT_IN = ("mxfp4",)
+# layouts of one library's own kernels
+FOREIGN = {"hqq": "HQQ", "exl2": "EXL2", "exl3": "EXL3"}
 INSTEAD = "a bf16 or MLX folder, or a GGUF file of the model."
 
 __all__ = ["Header", "Method", "StoredFormat", "method_of"]
@@ -34,6 +36,11 @@ def method_of(config: Fields, modelopt: Fields | None = None) -> Method | None:
     name = found.get("quant_method", NAME, None) or ("modelopt" if "quant_algo" in found else None)
     if config.section("quantization") or name is None or name in BUILT_IN:
         return None
+    if name in FOREIGN:
+        raise FormatError(
+            f"the weights are in {FOREIGN[name]}'s own layout, which is not read: take the model's bf16 folder, which "
+            "auraflux convert quantizes to 2 to 8 bits, or a GGUF file of it."
+        )
     if name not in METHODS:
         known = ", ".join([*METHODS, *BUILT_IN])
         raise FormatError(

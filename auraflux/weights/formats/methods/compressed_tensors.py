@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import FormatError
-from auraflux.quant import QTensor, mxfp4
 from auraflux.quant.grouped import from_codes, group_indexes, unpack_first
 from auraflux.weights.fields import NAME, WIDTH, Fields
-from auraflux.weights.formats.methods import fp8, nvfp4
+from auraflux.weights.formats.methods import fp8, mxfp4, nvfp4
 from auraflux.weights.formats.methods.method import (
     BIT_COUNT,
     DTYPES,
@@ -45,7 +44,6 @@ from auraflux.weights.formats.untrusted import OBJECT, list_of, mapping_of, show
 MXFP4, NVFP4 = "mxfp4-pack-quantized", "nvfp4-pack-quantized"
 NAMES = nvfp4.Names("weight_packed", "weight_scale", "weight_global_scale")
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", MXFP4, NVFP4, "dense", "mixed-precision")
-NOT_A_NUMBER = 255  # NaN among MXFP4's exponents
 ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
 INTEGERS = ("I32", "I64")
 
@@ -84,7 +82,9 @@ class CompressedTensors:
         if "weight_packed" in headers and headers["weight_packed"].dtype == nvfp4.OCTETS:
             if "weight_zero_point" in headers:
                 raise FormatError("its weight_zero_point is not valid for four-bit floats.")
-            return nvfp4.plan(headers, NAMES, divided=True) if NAMES.factor in headers else _plan_mxfp4(headers)
+            if NAMES.factor in headers:
+                return nvfp4.plan(headers, NAMES, divided=True)
+            return mxfp4.plan(headers, NAMES.codes, NAMES.scales, (nvfp4.OCTETS,))
         shape, bits = (
             self._packed(headers, read)
             if "weight_packed" in headers
@@ -152,7 +152,7 @@ class CompressedTensors:
         if "weight_packed" in parts and parts["weight_packed"].dtype is torch.uint8:
             if NAMES.factor in parts:
                 return nvfp4.load(parts["weight_packed"], scales, parts[NAMES.factor], divided=True)
-            return _mxfp4(parts["weight_packed"], scales)
+            return mxfp4.load(parts["weight_packed"], scales)
         if "weight_packed" in parts:
             packed, shape = parts["weight_packed"], tuple(map(int, parts["weight_shape"]))
             bits = self._bits(shape, *packed.shape)
@@ -182,23 +182,6 @@ def _pack_int8(codes: Tensor, bits: int) -> Tensor:
         raise FormatError(f"its weight has codes from {least} to {most}; four bits hold -8 to 7.")
     nibbles = torch.nn.functional.pad((codes + 8).view(torch.uint8), (0, -codes.shape[1] % 8))
     return (nibbles[:, ::2] | nibbles[:, 1::2] << 4).contiguous().view(torch.int32)
-
-
-def _plan_mxfp4(headers: Mapping[str, Header]) -> StoredFormat:
-    rows, octets = part(headers, "weight_packed", ("U8",))
-    width = 2 * octets
-    check_width(width)
-    if width % mxfp4.GROUP:
-        raise FormatError(f"it has {width} inputs; MXFP4 needs groups of {mxfp4.GROUP}.")
-    expect(headers, "weight_scale", ("U8",), (rows, width // mxfp4.GROUP))
-    return StoredFormat((rows, width), "MXFP4", 4.25, "bit-exact: level * 2**exponent")
-
-
-def _mxfp4(octets: Tensor, exponents: Tensor) -> QTensor:
-    if bool((exponents == NOT_A_NUMBER).any()):
-        raise FormatError("some of its scales are NaN.")
-    shape = len(octets), 2 * octets.shape[1]
-    return QTensor(octets.contiguous().view(torch.int32), exponents.contiguous(), None, mxfp4.BITS, mxfp4.GROUP, shape)
 
 
 def _zeros(found: Tensor | None, bits: int, rows: int, groups: int) -> Tensor:

@@ -4,6 +4,8 @@ weight            float8_e4m3fn [N, K]
 weight_scale_inv  [N/R, K/C], or weight_scale: that, [N, 1], [N], [1] or []
 weight[n, k] = code[n, k] * scale[n/R, k/C], rounded to float32
 
+DeepSeek V4 calls them `scale`, and other files `qscale_weight`. Its experts may be MXFP4: int8 codes [N, K/2], see `mxfp4`.
+
 The last block of either side may be shorter. `quant_method` fp8 has a weight_block_size, 128 x 128 in all published models;
 fbgemm_fp8 has one scale per row. Activation quantization is not supported: activations stay unquantized.
 """
@@ -18,13 +20,15 @@ from auraflux.errors import FormatError
 from auraflux.quant.fp8 import from_blocks
 from auraflux.quant.grouped import DENSE_BITS, group_indexes, kernel_group
 from auraflux.weights.fields import NAME, WIDTH, Fields
+from auraflux.weights.formats.methods import mxfp4
 from auraflux.weights.formats.methods.method import Header, StoredFormat, check_width, group_count, part
 from auraflux.weights.formats.stored import Stored
 from auraflux.weights.formats.untrusted import list_of, shown
 
 CODES = "F8_E4M3"
 SCALES = ("F32", "BF16", "F16", "F8_E8M0")
-NAMES = ("weight_scale_inv", "weight_scale")
+NAMES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
+OCTETS = ("I8", "U8")  # of two four-bit codes each
 Block = tuple[int, int]
 NOTES = ["Activations are not quantized to FP8, regardless of config.json."]
 
@@ -87,10 +91,14 @@ class FP8:
         return "weight" in found and any(name in found for name in NAMES)
 
     def plan(self, headers: Mapping[str, Header], read: Callable[[str], Tensor]) -> StoredFormat:
-        return plan(headers, next(name for name in NAMES if name in headers), self.blocks)
+        name = next(name for name in NAMES if name in headers)
+        if headers["weight"].dtype in OCTETS:
+            return mxfp4.plan(headers, "weight", name, OCTETS)
+        return plan(headers, name, self.blocks)
 
     def load(self, parts: Mapping[str, Tensor]) -> Stored:
-        return load(parts["weight"], next(parts[name] for name in NAMES if name in parts), self.blocks)
+        codes, scales = parts["weight"], next(parts[name] for name in NAMES if name in parts)
+        return load(codes, scales, self.blocks) if codes.is_floating_point() else mxfp4.load(codes, scales)
 
     def notes(self) -> list[str]:
         return NOTES
@@ -100,7 +108,7 @@ def open_method(config: Fields) -> FP8:
     """Read `quantization_config`."""
     if (kind := config.get("fmt", NAME, "e4m3")) != "e4m3":
         raise FormatError(f"FP8 of kind {shown(kind)} is not supported, only 'e4m3'.")
-    if (kind := config.get("expert_dtype", NAME, "fp8")) != "fp8":
+    if (kind := config.get("expert_dtype", NAME, "fp8")) not in ("fp8", "fp4"):
         raise FormatError(f"FP8 with experts in {shown(kind)} is not supported.")
     block = config.get("weight_block_size", list_of(WIDTH, 2), None)
     if block is not None and len(block) != 2:

@@ -1,7 +1,7 @@
-"""ModelOpt: NVFP4 (see `nvfp4`) and FP8 (see `fp8`), described by quantization_config or hf_quant_config.json.
+"""ModelOpt: NVFP4, MXFP4 and FP8, see their files; described by quantization_config or hf_quant_config.json.
 
-weight          NVFP4: uint8 [N, K/2]; FP8: float8_e4m3fn [N, K]; fused experts have a leading dimension E
-weight_scale    NVFP4: float8_e4m3fn [N, K/16]; FP8: [], [N], or per block [N/128, 1, K/128, 1]
+weight          NVFP4, MXFP4: uint8 [N, K/2]; FP8: float8_e4m3fn [N, K]; fused experts have a leading dimension E
+weight_scale    NVFP4: float8_e4m3fn [N, K/16]; MXFP4: uint8 [N, K/32]; FP8: [], [N], or per block [N/128, 1, K/128, 1]
 weight_scale_2  NVFP4: [], or [E]: factor of the scales
 
 The format is inferred from a weight's tensors, so neither `exclude_modules` nor `quantized_layers` is needed. Quantization of
@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.weights.fields import NAME, Fields
-from auraflux.weights.formats.methods import fp8, nvfp4
+from auraflux.weights.formats.methods import fp8, mxfp4, nvfp4
 from auraflux.weights.formats.methods.method import GROUP_SIZE, Header, StoredFormat
 from auraflux.weights.formats.stored import Stored
 from auraflux.weights.formats.untrusted import shown
 
 PURE = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ")
-ALGORITHMS = (*PURE, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MIXED_PRECISION")
+ALGORITHMS = (*PURE, "MXFP4", "W4A8_MXFP4_FP8", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MIXED_PRECISION")
 NAMES = nvfp4.Names("weight", "weight_scale", "weight_scale_2")
 BLOCKS = fp8.Blocks(((128, 128),), False)
 PRE_SCALE = "pre_quant_scale"
@@ -46,13 +47,17 @@ class ModelOpt:
     def plan(self, headers: Mapping[str, Header], read: Callable[[str], Tensor]) -> StoredFormat:
         if PRE_SCALE in headers:
             raise FormatError(f"its inputs are scaled by a {PRE_SCALE}, which is not supported. Use a model without AWQ.")
+        scales = headers["weight_scale"]
+        if headers["weight"].dtype == nvfp4.OCTETS and scales.dtype in mxfp4.EXPONENTS:
+            return mxfp4.plan(headers, NAMES.codes, NAMES.scales, (nvfp4.OCTETS,))
         if headers["weight"].dtype == nvfp4.OCTETS:
             return nvfp4.plan(headers, NAMES)
-        scales = headers["weight_scale"]
         return fp8.plan({**headers, "weight_scale": scales._replace(shape=_flat(scales.shape))}, "weight_scale", BLOCKS)
 
     def load(self, parts: Mapping[str, Tensor]) -> Stored:
         codes, scales = parts["weight"], parts["weight_scale"]
+        if not codes.is_floating_point() and scales.dtype is not torch.float8_e4m3fn:
+            return mxfp4.load(codes, scales)
         if not codes.is_floating_point():
             return nvfp4.load(codes, scales, parts["weight_scale_2"])
         return fp8.load(codes, scales.view(_flat(tuple(scales.shape))), BLOCKS)
