@@ -181,6 +181,7 @@ RESULTS: dict[str, Callable[[Arguments], Any]] = {
     "linear": lambda arguments: _products({**arguments, "weights": [arguments["weight"]]})[0],
     "linears": _products,
     "mixture": _like("h"),
+    "rope_append_attention": _like("q"),
     "rope_append_codes": _like("q"),
     "rope_append_latent": _split,
     "rope_append_latent_codes": _split,

@@ -92,6 +92,20 @@ class AttentionLayer(Layer, Protocol):
     ) -> Tensor:
         """Attend from the batch's new tokens: [T, Hq, D] -> [T, Hq, Dv]."""
 
+    def rope_append_attend(
+        self,
+        batch: "Batch",
+        rows: tuple[Tensor, Tensor, Tensor],
+        rotation: Rotation,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        scale: float,
+        sinks: Tensor | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Append the queries, keys and values `rows` as `rope_append` does, then attend."""
+        return self.attend(batch, self.rope_append(batch, *rows, rotation, norms, eps), scale, sinks, softcap)
+
 
 class Batch:
     """Sequences that run their steps together. Make it once and use it for as long as its sequences stay the same.

@@ -143,10 +143,18 @@ class Attention(Mixer):
         return gate_heads(out if kind.per_head else out.view(*gate.shape, 1), gate, kind.soft).view(out.shape)
 
     def _attend(self, batch: Batch, store: Any, *rows: Tensor) -> Tensor:
+        if self.appends_and_attends:
+            rotating = self.rotation.at(batch.context), self.norms, self.eps
+            return store.rope_append_attend(batch, rows, *rotating, self.scale, self.sinks, self.softcap)
         q = self.append(batch, store, *rows)
         if self.growth is not None:
             q = self.growth(q, batch.positions)
         return store.attend(batch, q, self.scale, self.sinks, self.softcap)
+
+    @property
+    def appends_and_attends(self) -> bool:
+        """Return whether nothing happens to queries between RoPE and attention."""
+        return self.growth is None and type(self).append is Attention.append
 
     def projected(self, out: Tensor) -> Tensor:
         """Project the output of all heads: [T, Hq, D] -> [T, H]."""

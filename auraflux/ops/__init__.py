@@ -112,6 +112,7 @@ from auraflux.ops.turboquant.reference import (
     turboquant_partials,
     turboquant_values,
 )
+from auraflux.ops.turboquant.reference_new_token import rope_append_attention
 
 __all__ = [
     "Activation",
@@ -204,6 +205,7 @@ __all__ = [
     "relu_square",
     "rms_norm",
     "rope",
+    "rope_append_attention",
     "rope_append_codes",
     "rope_append_latent",
     "rope_append_latent_codes",

@@ -63,6 +63,7 @@ from auraflux.ops.moe.reference import expert_mlp, expert_parts, mixture
 from auraflux.ops.turboquant.cases.inputs import (
     append,
     append_nbytes,
+    appended_and_attended,
     attend,
     attend_flops,
     attend_nbytes,
@@ -86,6 +87,7 @@ from auraflux.ops.turboquant.reference import (
     turboquant_attention,
     turboquant_latent_attention,
 )
+from auraflux.ops.turboquant.reference_new_token import rope_append_attention
 
 K = 1024
 TOL = 5e-3  # relative RMS: weights and results are rounded to bfloat16, 8 bits each
@@ -205,6 +207,18 @@ CODED = [
         tol=TWICE_ROUNDED,
         nbytes=attend_nbytes,
         flops=attend_flops,
+    ),
+    *(
+        Case(
+            rope_append_attention,
+            f"{name}-k{bits[0]}v{bits[1]}",
+            partial(appended_and_attended, length, HEADS, 128, bits, dtype=BF16, **options),
+            tol=TOL,
+            nbytes=attend_nbytes,
+            flops=attend_flops,
+        )
+        for bits in MAIN_PAIRS[:2]
+        for name, length, options in (("1k", K, {}), ("full-precision-1k", K, FULL_PRECISION), ("32k", 32 * K, {}))
     ),
     Case(
         rope_append_codes,

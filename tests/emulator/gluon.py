@@ -22,6 +22,7 @@ DTYPES = {
     # numpy has none
     "bfloat16": np.float32,
     "float32": np.float32,
+    "float64": np.float64,
     "int8": np.int8,
     "int1": np.bool_,
 }
@@ -215,6 +216,7 @@ class Program:
     exp2 = staticmethod(lambda x: Tensor(np.exp2(x.data)))
     exp = staticmethod(lambda x: Tensor(np.exp(x.data)))
     log = staticmethod(lambda x: Tensor(np.log(x.data)))
+    sqrt = staticmethod(lambda x: Tensor(np.sqrt(x.data)))
     rsqrt = staticmethod(lambda x: Tensor(1 / np.sqrt(x.data)))
     zeros_like = staticmethod(lambda x: Tensor(np.zeros_like(x.data)))
     fma = staticmethod(lambda a, b, c: Tensor(plain(a) * plain(b) + plain(c)))
@@ -379,7 +381,9 @@ def launch(
         if x.dtype == torch.bfloat16:
             widened.append((x, x.float()))
             x = widened[-1][1]
-        return Pointer(x.view(-1).numpy())
+        # of a view, all that follows its first element
+        rest = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+        return Pointer((x.view(-1) if x.is_contiguous() else x.as_strided((rest,), (1,))).numpy())
 
     numbers = [opened(x) for x in args]
     width, height, depth = (*grid, 1, 1)[:3]

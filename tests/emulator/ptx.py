@@ -181,13 +181,17 @@ INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
 class Machine(Language):
     """`gl` for one program, with inline PTX."""
 
-    def __init__(self, device: Device, warps: int, *ids: int):
+    def __init__(self, device: Device, warps: int, *ids: int, programs: int = 1):
         super().__init__(*ids)
+        self.programs = programs
         self.device, self.count, self.memory = device, 32 * warps, np.full(SHARED_NBYTES, 0xFF, np.uint8)
 
     def program(self, kernel: Any, **stand_ins: Any) -> Callable[..., Any]:
         """Return a kernel as this program runs it; `stand_ins` by name for what it cannot run."""
         return rebound(kernel, self, **{"shared": self.shared, **stand_ins})
+
+    def num_programs(self, axis: int) -> Lanes:  # type: ignore[override]
+        return np.full(1, self.programs, np.int32).view(Lanes)
 
     def arange(self, start: int, end: int, layout: Any) -> Lanes:  # type: ignore[override]
         return np.arange(start, end, dtype=np.int32).view(Lanes)

@@ -279,6 +279,7 @@ def on_older_gpu(op: ops.Op, name: str) -> Explanation | None:
 # routes that need another GPU, or arguments too large for a quick case
 LARGE: dict[tuple[str, str], Callable[[], Explanation | None]] = {
     ("linear", "matvec_int4_tma"): partial(product, 1, 8192, 16384),
+    ("linear", "matvec_int4_loop"): partial(product, 1, 32000, 4096),
     ("linear", "matvec_int8"): partial(product, 1, 8192, 8192, 8),
     ("linear", "gemm_int4_tiles"): partial(product, 32, 8192, 8192, capability=(8, 9)),
     ("linear", "gemm_int4_tiles of several"): partial(several_products, 32, (4096, 1024), 4096),

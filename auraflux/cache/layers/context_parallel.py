@@ -188,6 +188,9 @@ class ContextParallelQuantizedLayer(QuantizedLayer):
     ) -> Tensor:
         return AttentionLayer.rope_append(self, batch, q, k, v, rotation, norms, eps)
 
+    def rope_append_attend(self, batch: Batch, *options: Any) -> Tensor:
+        return AttentionLayer.rope_append_attend(self, batch, *options)
+
     def attend(
         self, batch: Batch, q: Tensor, scale: float, sinks: Tensor | None = None, softcap: float | None = None
     ) -> Tensor:

@@ -15,6 +15,7 @@ from auraflux.ops.turboquant.calibration import Calibration
 from auraflux.ops.turboquant.full_precision import FullPrecisionKV
 from auraflux.ops.turboquant.pages import CodePages, row_words
 from auraflux.ops.turboquant.reference import append_codes, rope_append_codes, turboquant_attention
+from auraflux.ops.turboquant.reference_new_token import AttentionOptions, NormRope, rope_append_attention
 
 NORM_NBYTES = 4
 
@@ -101,6 +102,24 @@ class QuantizedLayer(AttentionLayer):
         """Attend from the batch's new tokens: [T, Hq, D] -> [T, Hq, D]."""
         options = self.group.span, sinks, softcap, self.threshold, batch.ends(self.group)
         return turboquant_attention(q, batch.view(self), batch.starts, scale, *options)
+
+    def rope_append_attend(
+        self,
+        batch: Batch,
+        rows: tuple[Tensor, Tensor, Tensor],
+        rotation: Rotation,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        scale: float,
+        sinks: Tensor | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Append the new tokens and attend from them, in one op."""
+        if batch.positions.dim() == 2:
+            return super().rope_append_attend(batch, rows, rotation, norms, eps, scale, sinks, softcap)
+        rotating = NormRope(rotation.frequencies, batch.positions, norms, eps, rotation.mscale, rotation.interleaved)
+        options = AttentionOptions(scale, self.group.span, sinks, softcap, self.threshold, batch.ends(self.group))
+        return rope_append_attention(*rows, batch.view(self), batch.starts, rotating, options)
 
     def attend_pages(self, table: Tensor, lengths: Tensor, starts: Tensor, q: Tensor, scale: float) -> Tensor:
         """Attend from each token, as its own sequence, to the first `lengths` positions of its pages [T, M]."""

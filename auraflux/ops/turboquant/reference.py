@@ -97,7 +97,7 @@ def _store_full_precision(full_precision: FullPrecisionKV, b: int, first: int, l
         region.k[page, :, slot], region.v[page, :, slot] = k[mine].to(region.k.dtype), v[mine].to(region.v.dtype)
 
 
-def _check_rope_append_codes(
+def check_rope_append_codes(
     q: Tensor, k: Tensor, v: Tensor, pages: CodePages, starts: Tensor, inv_freq: Tensor, positions: Tensor,
     norms: tuple[Tensor, Tensor] | None = None, eps: float = 0.0, mscale: float = 1.0, interleaved: bool = False,
 ) -> None:  # fmt: skip
@@ -106,7 +106,7 @@ def _check_rope_append_codes(
     _check_append_codes(k, v, pages, starts)
 
 
-@op(check=_check_rope_append_codes)
+@op(check=check_rope_append_codes)
 def rope_append_codes(
     q: Tensor, k: Tensor, v: Tensor, pages: CodePages, starts: Tensor, inv_freq: Tensor, positions: Tensor,
     norms: tuple[Tensor, Tensor] | None = None, eps: float = 0.0, mscale: float = 1.0, interleaved: bool = False,
@@ -176,7 +176,7 @@ def _check_turboquant_partials(
     threshold: float = 0.0,
     ends: Tensor | None = None,
 ) -> None:
-    _check_turboquant_attention(q, pages, starts, scale, window, sinks, softcap, threshold, ends)
+    check_turboquant_attention(q, pages, starts, scale, window, sinks, softcap, threshold, ends)
     if block < 1:
         raise InputError(f"'block' is {block}; at least one token is needed.")
 
@@ -251,7 +251,7 @@ def _split(oldest: int, length: int, block: int) -> list[tuple[int, tuple[int, i
     return [(n, (max(n * block, oldest), min((n + 1) * block, length))) for n in range(oldest // block, -(-length // block))]
 
 
-def _check_turboquant_attention(
+def check_turboquant_attention(
     q: Tensor,
     pages: CodePages,
     starts: Tensor,
@@ -264,6 +264,13 @@ def _check_turboquant_attention(
 ) -> None:
     check_dense(q=q, starts=starts, sinks=sinks, pages=pages.table, ends=ends)
     check_dtype("q", q, *DTYPES)
+    check_attention_options(q, pages, starts, window, sinks, softcap, threshold, ends)
+
+
+def check_attention_options(
+    q: Tensor, pages: CodePages, starts: Tensor, window: int | None, sinks: Tensor | None, softcap: float | None,
+    threshold: float, ends: Tensor | None,
+) -> None:  # fmt: skip
     check_shape("q", q, None, None, pages.width)
     _check_groups("q", q.shape[1], pages.heads)
     check_starts(starts, pages)
@@ -287,7 +294,7 @@ def _check_turboquant_attention(
         "flash_attn_vec_tq_dk256",
         "flash_attn_vec_tq_dk512",
     ),
-    check=_check_turboquant_attention,
+    check=check_turboquant_attention,
 )
 def turboquant_attention(
     q: Tensor,

@@ -10,10 +10,12 @@ from auraflux.ops.norm.reference import add_rms_norm, rms_norm
 
 pytest.importorskip("triton")
 from auraflux.ops.gpu.blocks.codes import Codes
+from auraflux.ops.gpu.sizes import cdiv
 from auraflux.ops.linear.cuda.adapted import NOT_ADAPTED
 from auraflux.ops.linear.cuda.call import NO_NORM, FusedNorm
 from auraflux.ops.linear.cuda.matvec.int4 import matvec, operands
 from auraflux.ops.linear.cuda.matvec.int4_invariant import matvec_units
+from auraflux.ops.linear.cuda.matvec.int4_loop import matvec_tiles
 from auraflux.ops.linear.cuda.row_copies import Product
 from tests.emulator.ptx import Device, Machine
 from tests.ops.linear.test_hopper import TOL, nothing, product, weight_of
@@ -94,3 +96,34 @@ def test_gated_and_a_norm(tiles: int, share: int | None):
     h, _ = read(stream)
     first, second = (product(h, weight).bfloat16().float() for weight in (gate, up))
     assert relative_rms(found, torch.nn.functional.silu(first) * second) < 2 * TOL
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("width", "rows", "programs", "unrolled", "deep"),
+    # programs of as many tiles and not, partial iterations, rings of one tile and of two, and of half a tile
+    [(1024, 96, 2, 1, 2), (1024, 112, 2, 2, 4), (2048, 80, 2, 1, 4), (2048, 64, 3, 2, 8), (2048, 48, 1, 1, 2)],
+)
+@pytest.mark.parametrize("kind", ["plain", "summed"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_tiles_in_a_loop(width: int, rows: int, programs: int, unrolled: int, deep: int, kind: str, gated: bool):
+    torch.manual_seed(width)
+    device, stream = Device(), stream_of(width, kind)
+    x, delta, norm = stream
+    weights = [weight_of(rows, width, 4, 64) for _ in range(1 + gated)]
+    out, total, tiles = device.put(nothing(1, rows)), device.put(nothing(1, width)), rows // (8 if gated else 16)
+    normed = NO_NORM if norm is None else FusedNorm(device.put(delta), device.put(norm), total, EPS)
+    codes = [Codes(*(device.put(part) for part in operands(weight))) for weight in weights]
+    products = tuple(Product(each, one) for each, one in zip_longest(codes, [out]))
+    count = cdiv(cdiv(tiles, programs), unrolled) * unrolled
+    for program in range(programs):
+        kernel = Machine(device, WARPS, program, programs=programs).program(matvec_tiles)
+        kernel(device.put(x), normed, products, tiles, gated, width, count, unrolled, WARPS, deep)
+    found, h = device.get(out, nothing(1, rows)).float(), read(stream)[0]
+    wanted = [product(h, weight) for weight in weights]
+    if gated:
+        first, second = (each.bfloat16().float() for each in wanted)
+        wanted = [torch.nn.functional.silu(first) * second]
+    assert relative_rms(found, wanted[0]) < (2 if gated else 1) * TOL
+    if kind == "summed":
+        assert torch.equal(device.get(total, nothing(1, width)), read(stream)[1])

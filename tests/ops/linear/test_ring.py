@@ -5,7 +5,9 @@ import torch
 
 from auraflux.ops._cases import relative_rms
 from auraflux.ops._gpu_inputs import codes
-from auraflux.ops.linear.reference import linear
+from auraflux.ops.explain import taken
+from auraflux.ops.linear.reference import add_norm_gate_up, linear
+from auraflux.ops.routes import explain_call
 
 pytest.importorskip("triton")
 from auraflux.ops.linear.cuda.matvec.int4_tma import matvec_ring
@@ -47,3 +49,24 @@ def test_wide_weights_on_the_gpu():
         assert relative_rms(found.float(), expected) <= TOL
         for _ in range(5):
             assert torch.equal(linear(x, weight), found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [2048, 4096])
+def test_tiles_in_a_loop_on_the_gpu(width: int):
+    torch.manual_seed(width)
+    with torch.device("cuda"):
+        x, delta = (torch.randn(1, width).bfloat16() for _ in range(2))
+        norm, gate, up = torch.rand(width) + 0.5, codes(14336, width, bits=4), codes(14336, width, bits=4)
+        wide = codes(32000, width, bits=4)
+    calls = (
+        (linear, {"x": x, "weight": wide}),
+        (add_norm_gate_up, {"x": x, "delta": delta, "norm": norm, "eps": 1e-6, "gate": gate, "up": up}),
+    )
+    for op, args in calls:
+        verdict = explain_call(op, "cuda", args)
+        assert verdict is not None
+        assert "matvec_int4_loop" in taken(verdict)
+        found, expected = op(**args), op.reference(**args)
+        for mine, theirs in zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]:
+            assert relative_rms(mine.float(), theirs.float()) <= 2 * TOL

@@ -11,15 +11,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from auraflux.bench.arguments import moved
+from auraflux.bench.arguments import cloned, moved
 from auraflux.ops import invariant
 from auraflux.ops._cases import Case, relative_rms
 from auraflux.ops.gpu.blocks.softmax import Partials
 from auraflux.ops.gpu.launch import redirect_launches
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.cases import CASES
-from auraflux.ops.turboquant.cases.inputs import append, attend
+from auraflux.ops.turboquant.cases.inputs import append, appended_and_attended, attend
 from auraflux.ops.turboquant.codebook import BITS, boundaries, codebook, nearest
+from auraflux.ops.turboquant.cuda import routes as cuda_routes
 from auraflux.ops.turboquant.cuda.call import Append
 from auraflux.ops.turboquant.cuda.decode import launch as decode_launch
 from auraflux.ops.turboquant.cuda.decode import plan as decode_plan
@@ -30,6 +31,7 @@ from auraflux.ops.turboquant.cuda.encode.hadamard import levels_for
 from auraflux.ops.turboquant.cuda.routes import APPEND
 from auraflux.ops.turboquant.pages import CodePages
 from auraflux.ops.turboquant.reference import append_codes, rotate, turboquant_attention
+from auraflux.ops.turboquant.reference_new_token import rope_append_attention
 from auraflux.ops.turboquant.rotation import rotation
 from tests.emulator.gluon import launch as emulate
 
@@ -213,6 +215,40 @@ def test_emulated_batched_rows_are_not_split(processors: int, monkeypatch: pytes
     for new in ([1, 1], [0, 2]):
         args = attend([300, 77], new, (6, 2), 128, (8, 4), sinks=True, arrangement=Arrangement.PAIRS)
         assert relative_rms(attended(**args), turboquant_attention.reference(**args)) <= 1e-3
+
+
+NEW_TOKENS = [
+    ((8, 2), 700, (8, 4), {}),
+    ((9, 3), 100, (4, 4), {"full_precision": (4, 32), "calibrated": True}),
+    ((6, 2), 333, (4, 2), {"calibrated": True, "window": 200, "strided": True, "rotated": 64}),
+    ((16, 2), 257, (2, 8), {"full_precision": (1, 32), "interleaved": True, "mscale": 1.2}),
+    ((12, 1), 400, (8, 8), {"normed": False, "softcap": 30.0, "sinks": True}),
+]
+
+
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize(("heads", "length", "bits", "options"), NEW_TOKENS)
+@pytest.mark.parametrize("width", [64, 128])
+def test_emulated_kernel_appends_the_new_token(
+    heads: tuple[int, int], length: int, bits: tuple[int, int], options: dict, width: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Codes and full-precision rows as those of the reference, and the same attention."""
+    monkeypatch.setattr(decode_launch, "multiprocessors", lambda device: 40)
+    monkeypatch.setattr(cuda_routes, "not_gluon", lambda device: None)
+    monkeypatch.setattr(cuda_routes, "launches_early", lambda device: True)
+    args = appended_and_attended(length, heads, width, bits, **options)
+    theirs = cloned(args)
+    expected = rope_append_attention.reference(**theirs)
+    seen: list[bool] = []
+    with redirect_launches(lambda *given, **named: (seen.append("CONFIG" in named), emulate(*given, **named))):
+        found = rope_append_attention.kernel("cuda")(**args)
+    assert seen == [True, False]
+    assert relative_rms(found, expected) <= 2e-3
+    for name, mine in vars(args["pages"]).items():
+        if isinstance(mine, torch.Tensor) and mine.is_floating_point():
+            assert relative_rms(mine, getattr(theirs["pages"], name)) <= 1e-6
+        elif isinstance(mine, torch.Tensor):
+            assert torch.equal(mine, getattr(theirs["pages"], name))
 
 
 def first_launch(

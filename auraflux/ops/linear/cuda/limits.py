@@ -26,6 +26,7 @@ from auraflux.ops.linear.cuda.gemm import wgmma_launch as gemm_wgmma_launch
 from auraflux.ops.linear.cuda.matvec import bits as matvec_bits
 from auraflux.ops.linear.cuda.matvec import dense_normed as matvec_dense_normed
 from auraflux.ops.linear.cuda.matvec import int4 as matvec_int4
+from auraflux.ops.linear.cuda.matvec import int4_loop as matvec_int4_loop
 from auraflux.ops.linear.cuda.matvec import int4_tma as matvec_int4_tma
 from auraflux.ops.linear.cuda.matvec import int8 as matvec_int8
 from auraflux.ops.linear.cuda.matvec import integer as matvec_integer
@@ -221,6 +222,11 @@ MATVEC_INT4_TMA = all_of(
     MATVEC_INT4,
     _needs(not_tma),
     lambda call: matvec_int4_tma.refuses(call.x, call.quantized[0]),
+)
+MATVEC_INT4_LOOP = all_of(
+    MATVEC_INT4,
+    _needs(not_tma),
+    lambda call: matvec_int4_loop.refuses(call.x, call.quantized, call.gated),
 )
 # a prompt's tokens are multiplied by wgmma, in the same order of sums
 MATVEC_INT4_INVARIANT = all_of(INVARIANT, _needs(not_wgmma), INT4_TILES, ONE_TOKEN)

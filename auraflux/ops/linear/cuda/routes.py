@@ -11,6 +11,9 @@ With batch invariance requested, four-bit weights have a matvec and a GEMM of on
 `gemm_invariant`.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -34,6 +37,7 @@ from auraflux.ops.linear.cuda.matvec import any_format as matvec_any_format
 from auraflux.ops.linear.cuda.matvec import bits as matvec_bits
 from auraflux.ops.linear.cuda.matvec import dense_normed as matvec_dense_normed
 from auraflux.ops.linear.cuda.matvec import int4 as matvec_int4
+from auraflux.ops.linear.cuda.matvec import int4_loop as matvec_int4_loop
 from auraflux.ops.linear.cuda.matvec import int4_tma as matvec_int4_tma
 from auraflux.ops.linear.cuda.matvec import int8 as matvec_int8
 from auraflux.ops.linear.cuda.matvec import integer as matvec_integer
@@ -48,13 +52,13 @@ def _fused_norm(call: Call) -> FusedNorm:
     return FusedNorm(delta, weight, call.x if delta is None else torch.empty_like(call.x), float(eps))
 
 
-def _matvec_int4(call: Call) -> Products:
+def _matvec_int4(multiply: Callable[..., None], call: Call) -> Products:
     outs = call.outs()
     if call.norm is None:
-        matvec_int4.multiply(call.x, call.quantized, outs, call.gated)
+        multiply(call.x, call.quantized, outs, call.gated)
         return Products(outs)
     norm = _fused_norm(call)
-    matvec_int4.multiply(call.x, call.quantized, outs, call.gated, norm)
+    multiply(call.x, call.quantized, outs, call.gated, norm)
     return Products(outs, norm.total)
 
 
@@ -263,7 +267,8 @@ PRODUCTS: Routes[Call, Products] = Routes(
     Route("matvec_int4_tma", limits.MATVEC_INT4_TMA, _matvec_int4_tma, speed=speed.MATVEC),
     Route("matvec_int4_invariant", limits.MATVEC_INT4_INVARIANT, _int4_invariant, invariant=True, speed=speed.MATVEC),
     Route("gemm_int4_invariant", limits.GEMM_INT4_INVARIANT, _int4_invariant, invariant=True, speed=speed.GEMM_INVARIANT),
-    Route("matvec_int4", limits.MATVEC_INT4, _matvec_int4, speed=speed.MATVEC),
+    Route("matvec_int4_loop", limits.MATVEC_INT4_LOOP, partial(_matvec_int4, matvec_int4_loop.multiply), speed=speed.MATVEC),
+    Route("matvec_int4", limits.MATVEC_INT4, partial(_matvec_int4, matvec_int4.multiply), speed=speed.MATVEC),
     Route("matvec_int8", limits.MATVEC_INT8, _matvec_int8, speed=speed.MATVEC),
     Route("matvec_bits", limits.MATVEC_BITS, _matvec_bits, speed=speed.MATVEC),
     Route("matvec_integer", limits.MATVEC_INTEGER, _matvec_integer, speed=speed.MATVEC_SLOWER),

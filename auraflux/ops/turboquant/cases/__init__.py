@@ -19,6 +19,7 @@ from auraflux.ops.turboquant.cases.inputs import (
     WIDTHS,
     append,
     append_nbytes,
+    appended_and_attended,
     attend,
     awkward,
     coded,
@@ -43,6 +44,7 @@ from auraflux.ops.turboquant.reference import (
     turboquant_partials,
     turboquant_values,
 )
+from auraflux.ops.turboquant.reference_new_token import rope_append_attention
 
 BYTES = list(product(PAIR_BITS, PAIR_BITS))  # bits whose values may be arranged in pairs
 # bits of keys and values, width: some codes cross words
@@ -130,6 +132,19 @@ CASES = [
             rope_append_codes, f"pairs-k{k}v{v}w{d}", partial(in_pairs, rope_appended, [21, 40], [6, 1], (4, 2), d, bits=(k, v))
         )
         for k, v, d in UNITS[1::4]
+    ),
+    *(
+        Case(rope_append_attention, name, partial(appended_and_attended, length, heads, width, bits, **options), **FAST)
+        for name, length, heads, width, bits, options in (
+            ("one-token", 700, (8, 2), 128, (8, 4), {}),
+            ("w64", 300, (8, 2), 64, (4, 4), {"softcap": 30.0, "sinks": True}),
+            ("calibrated", 333, (6, 2), 128, (4, 2), {"calibrated": True, "window": 200, "strided": True, "rotated": 64}),
+            ("full-precision", 1100, (32, 4), 128, (8, 4), {"full_precision": (1, 32), "calibrated": True}),
+            ("interleaved", 257, (16, 2), 128, (2, 8), {"full_precision": (4, 32), "interleaved": True, "mscale": 1.2}),
+            ("plain", 4000, (9, 3), 128, (8, 8), {"normed": False}),
+            ("w256", 500, (16, 2), 256, (8, 4), {"rotated": 64, "strided": True}),
+            ("bf16", 1025, (32, 8), 128, (8, 4), {"dtype": BF16}),
+        )
     ),
     Case(rope_append_codes, "rows", lambda: rope_appended([21, 40], [5, 1], (6, 3), 128, bits=(6, 3), normed=False)),
     Case(

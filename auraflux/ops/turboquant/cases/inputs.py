@@ -1,7 +1,7 @@
 """Arguments for the ops on codes of keys and values, and their memory traffic and FLOPs; used by `cases` and by tests."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
@@ -16,6 +16,7 @@ from auraflux.ops.turboquant.calibration import BLOCK, Calibration, angle_table
 from auraflux.ops.turboquant.codebook import BITS, Codebook
 from auraflux.ops.turboquant.full_precision import FullPrecisionKV
 from auraflux.ops.turboquant.pages import Codebooks, CodePages, LatentCodes, row_words
+from auraflux.ops.turboquant.reference_new_token import AttentionOptions, NormRope
 
 BF16 = torch.bfloat16
 WIDTHS = (64, 80, 96, 128, 256, 512)
@@ -208,6 +209,26 @@ def rope_appended(
         "mscale": mscale,
         "interleaved": interleaved,
     }
+
+
+def appended_and_attended(
+    length: int,
+    heads: tuple[int, int],
+    width: int,
+    bits: tuple[int, int] = (8, 4),
+    window: int | None = None,
+    sinks: bool = False,
+    softcap: float | None = None,
+    **options: Any,
+) -> Args:
+    """Return the new token of a sequence, whose older tokens are in pages for the fastest kernel, and options of attention."""
+    made = in_pairs(rope_appended, [length], [1], heads, width, bits=bits, page=64, **options)
+    older = attend([length], [1], heads, width, bits, 64, arrangement=Arrangement.PAIRS, **{
+        name: value for name, value in options.items() if name in ("calibrated", "full_precision")
+    })  # fmt: skip
+    rotation = NormRope(**{field.name: made.pop(field.name) for field in fields(NormRope)})
+    attention = AttentionOptions(width**-0.5, window, torch.randn(heads[0]) if sinks else None, softcap)
+    return {**made, "pages": older["pages"], "rotation": rotation, "options": attention}
 
 
 def attend(

@@ -7,17 +7,26 @@ from auraflux.ops.attention.pages import causal_only
 from auraflux.ops.gpu.blocks.softmax import Partials
 from auraflux.ops.gpu.device import ready
 from auraflux.ops.turboquant.codebook import Codebook, explicit_codebook
-from auraflux.ops.turboquant.cuda.call import Append, Attend, AttendLatent, RopeAppend, RopeAppendLatent
+from auraflux.ops.turboquant.cuda.call import Append, Attend, AttendLatent, RopeAppend, RopeAppendAttend, RopeAppendLatent
 from auraflux.ops.turboquant.cuda.encode.codec_launch import append_latent, decoded, encoded, rotated
 from auraflux.ops.turboquant.cuda.prefill.flash_codes_launch import attend_in_blocks, sum_values
-from auraflux.ops.turboquant.cuda.routes import APPEND, ATTEND, ATTEND_LATENT, ROPE_APPEND, ROPE_APPEND_LATENT
+from auraflux.ops.turboquant.cuda.routes import (
+    APPEND,
+    ATTEND,
+    ATTEND_LATENT,
+    ROPE_APPEND,
+    ROPE_APPEND_ATTEND,
+    ROPE_APPEND_LATENT,
+)
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes
+from auraflux.ops.turboquant.reference_new_token import AttentionOptions, NormRope
 
 __all__ = [
     "append_codes",
     "append_latent_codes",
     "decode",
     "encode",
+    "rope_append_attention",
     "rope_append_codes",
     "rope_append_latent_codes",
     "rotate",
@@ -66,6 +75,16 @@ def rope_append_codes(
 ) -> Tensor:
     _check(k, k.shape[-1])
     return ROPE_APPEND(RopeAppend(q, k, v, pages, starts, inv_freq, positions, norms, eps, mscale, interleaved))
+
+
+def rope_append_attention(
+    q: Tensor, k: Tensor, v: Tensor, pages: CodePages, starts: Tensor, rotation: NormRope, options: AttentionOptions
+) -> Tensor:
+    causal_only(options.ends)
+    _check(k, k.shape[-1])
+    _check_size(pages.width, pages.key_book, pages.value_book)
+    append = RopeAppend(q, k, v, pages, starts, *rotation.arguments)
+    return ROPE_APPEND_ATTEND(RopeAppendAttend(append, options.scale, options.window, options.sinks, options.softcap))
 
 
 def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Tensor) -> None:

@@ -55,6 +55,19 @@ class RopeAppend(NamedTuple):
     interleaved: bool
 
 
+class RopeAppendAttend(NamedTuple):
+    """New tokens to append, and the attention of their queries."""
+
+    append: RopeAppend
+    scale: float
+    window: int | None
+    sinks: Tensor | None
+    softcap: float | None
+
+    def attend(self, q: Tensor) -> Attend:
+        return Attend(q, self.append.pages, self.append.starts, self.scale, self.window, self.sinks, self.softcap)
+
+
 class RopeAppendLatent(NamedTuple):
     """New tokens of MLA: normalise and encode latents of kv [T, C + R], apply RoPE to its keys and to q [T, H * (nope + R)].
 

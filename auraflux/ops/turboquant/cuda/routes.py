@@ -15,17 +15,20 @@ from torch import Tensor
 from auraflux.ops._dispatch import is_exact, is_invariant
 from auraflux.ops.attention.cuda import attention, split_latent
 from auraflux.ops.attention.cuda.mla_rope_append import MOST_FUSED
-from auraflux.ops.gpu.device import interpreted, not_gluon, not_wgmma
+from auraflux.ops.gpu.device import interpreted, launches_early, not_gluon, not_wgmma
 from auraflux.ops.norm.cuda import rms_norm
 from auraflux.ops.rope.cuda import norm_rope, rope
 from auraflux.ops.routes import Route, Routes
 from auraflux.ops.turboquant.arrangement import Arrangement, fills_words
-from auraflux.ops.turboquant.cuda.call import Append, Attend, AttendLatent, RopeAppend, RopeAppendLatent
+from auraflux.ops.turboquant.cuda.arguments import calibration_tensors
+from auraflux.ops.turboquant.cuda.call import Append, Attend, AttendLatent, RopeAppend, RopeAppendAttend, RopeAppendLatent
 from auraflux.ops.turboquant.cuda.decode import launch as decode_launch
 from auraflux.ops.turboquant.cuda.encode import codec_launch as encode_codec_launch
 from auraflux.ops.turboquant.cuda.encode import full_precision as encode_full_precision
 from auraflux.ops.turboquant.cuda.encode import prefill as encode_prefill
 from auraflux.ops.turboquant.cuda.encode import rope_append as encode_rope_append
+from auraflux.ops.turboquant.cuda.encode.hadamard import levels_for
+from auraflux.ops.turboquant.cuda.encode.new_token import NewToken
 from auraflux.ops.turboquant.cuda.mla import head_columns as mla_head_columns
 from auraflux.ops.turboquant.cuda.mla import head_rows as mla_head_rows
 from auraflux.ops.turboquant.cuda.mla import mma as mla_mma
@@ -224,6 +227,34 @@ def _appended(call: RopeAppend) -> list[tuple[Routes[Append, None], Append]]:
     return [(APPEND, Append(call.k, call.v, call.pages, call.starts))]
 
 
+def _refuses_new_token(call: RopeAppendAttend) -> str | None:
+    append = call.append
+    reason = decode_launch.refuses_new(append.q, append.pages, call.window) or _refuses_rope_append(append)
+    if reason or (reason := _refuses_attend(call.attend(append.q))):
+        return reason
+    if append.k.dtype != append.q.dtype or append.v.dtype != append.q.dtype:
+        return "queries, keys and values are not of one type"
+    return None if launches_early(append.q.device) else "the GPU launches kernels one after the other"
+
+
+def _new_token(call: RopeAppendAttend) -> Tensor:
+    q, k, v, pages, _, inv_freq, positions, norms, eps, mscale, interleaved = call.append
+    q_norm, k_norm = norms or (None, None)
+    key_levels, value_levels = (levels_for(bits, pages.width, q.device) for bits in (pages.key_bits, pages.value_bits))
+    rotation = inv_freq, positions, float(mscale), inv_freq.shape[0], q.stride(1)
+    calibration = calibration_tensors(pages)
+    new = NewToken(k, v, q_norm, k_norm, float(eps), *rotation, key_levels, value_levels, calibration)
+    return decode_launch.attend_decode(*call.attend(q), new, interleaved)
+
+
+def _append_first(call: RopeAppendAttend) -> Tensor:
+    return ATTEND(call.attend(ROPE_APPEND(call.append)))
+
+
+def _then_attend(call: RopeAppendAttend) -> list[Any]:
+    return [(ROPE_APPEND, call.append), (ATTEND, call.attend(call.append.q))]
+
+
 def _refuses_mla_rope_append(call: RopeAppendLatent) -> str | None:
     tokens, width = call.q.shape
     if not tokens > 0 or (tokens > MOST_FUSED and not is_invariant()):
@@ -265,6 +296,10 @@ ROPE_APPEND: Routes[RopeAppend, Tensor] = Routes(
     Route("rope_append", _refuses_rope_append, lambda call: encode_rope_append.append(*call), invariant=True),
     Route("norm and RoPE first", _refuses_rope_first, _rope_first, _appended, invariant=True),
 )
+ROPE_APPEND_ATTEND: Routes[RopeAppendAttend, Tensor] = Routes(
+    Route("new token in attention", _refuses_new_token, _new_token),
+    Route("append, then attend", _never, _append_first, _then_attend, invariant=True),
+)
 ROPE_APPEND_LATENT: Routes[RopeAppendLatent, tuple[Tensor, Tensor]] = Routes(
     Route("mla_rope_append", _refuses_mla_rope_append, lambda call: mla_rope_append.rope_encode(*call), invariant=True),
     Route("norm and RoPE first, then codec", _never, _latent_rope_first, invariant=True),
@@ -274,5 +309,6 @@ ROUTES: dict[str, Routes[Any, Any]] = {
     "turboquant_latent_attention": ATTEND_LATENT,
     "append_codes": APPEND,
     "rope_append_codes": ROPE_APPEND,
+    "rope_append_attention": ROPE_APPEND_ATTEND,
     "rope_append_latent_codes": ROPE_APPEND_LATENT,
 }

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.gpu.blocks.codes import Codes
-from auraflux.ops.gpu.device import multiprocessors
+from auraflux.ops.gpu.device import launches_early, multiprocessors
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.hopper.copy import COMMIT, COPY8, WAIT_ALL, copy, wait_ptx
 from auraflux.ops.hopper.mma_int4 import (
@@ -82,7 +82,7 @@ def copy_step(
 
 
 @gluon.jit
-def _copy_scales(
+def copy_scales(
     scales, lane, warp, s, b, s1, b1, row0, MINE: gl.constexpr, GATED: gl.constexpr, K: gl.constexpr, W: gl.constexpr
 ):  # fmt: skip
     """Request the scales and biases of a warp's runs of 16 rows, or of eight rows of each of two weights."""
@@ -123,13 +123,13 @@ def request(
         if d == 0:
             for n in gl.static_range(TILES):
                 at = base + (D * 2048 + n * 512 * MINE)
-                _copy_scales(at, lane, warp, s, b, also.scales, also.biases, row0 + n * ROWS, MINE, GATED, K, W)
+                copy_scales(at, lane, warp, s, b, also.scales, also.biases, row0 + n * ROWS, MINE, GATED, K, W)
         run(COMMIT, lane)
     return y, row0, first, second
 
 
 @gluon.jit
-def _load_inputs(x, normed, warp, g, t, stores, MINE: gl.constexpr, K: gl.constexpr, W: gl.constexpr):
+def load_inputs(x, normed, warp, g, t, stores, MINE: gl.constexpr, K: gl.constexpr, W: gl.constexpr):
     """Load a lane's inputs of every run, and the sum of their squares if there is a norm."""
     xs = ()
     squares = (g * 0).to(gl.float32)
@@ -184,7 +184,7 @@ def _run_of_codes(
 
 
 @gluon.jit
-def _sum_warps(at, W: gl.constexpr):
+def sum_warps(at, W: gl.constexpr):
     """Sum what four lanes of each warp have for a row, warp by warp."""
     zero = (at * 0).to(gl.float32)
     found = zero
@@ -255,7 +255,7 @@ def matvec(
         request_rows(adapted, slots, 1, warp, lane, LORA)
         owned = request_columns(ring + PER * W, adapted, slots, ends, row0, 1, tid, GATED, COLUMNS, LORA)
     run(WAIT_AND_LAUNCH, lane)
-    xs, squares = _load_inputs(x, normed, warp, g, t, gl.program_id(0) == 0, MINE, K, W)
+    xs, squares = load_inputs(x, normed, warp, g, t, gl.program_id(0) == 0, MINE, K, W)
     if LORA.rank:
         inner = shrink(x, normed.delta, normed.weight, adapted, slots, 1, warp, lane, LORA)
     mine = g * 128 + ((t // 2) ^ (g % 2)) * 16 + (t % 2) * 8 + (g // 2) * 32
@@ -287,7 +287,7 @@ def matvec(
     if LORA.rank:
         count_up(adapted, lane, tid == 32 * W - 1)
     tile_at = ring + tid // ROWS % TILES * (W * 256) + tid % ROWS * 16
-    out = _sum_warps(tile_at, W)
+    out = sum_warps(tile_at, W)
     if LORA.rank:
         out += expanded(ring + PER * W, 0, tid % COLUMNS, 0, 2 if GATED else 1, COLUMNS, LORA)
     factor = out
@@ -295,7 +295,7 @@ def matvec(
         factor = norm_factor(ring + TILES * W * 256, tid, normed.eps, K, W)
         out *= factor
     if GATED:
-        up = _sum_warps(tile_at + 128, W)
+        up = sum_warps(tile_at + 128, W)
         if LORA.rank:
             up += expanded(ring + PER * W, 0, tid % COLUMNS, 1, 2 if GATED else 1, COLUMNS, LORA)
         if normed.weight is not None:
@@ -320,7 +320,7 @@ def multiply(
     """
     width, processors = weights[0].shape[1], multiprocessors(x.device)
     rows = [weight.shape[0] for weight in weights]
-    warps, deep, cap = launch_shape(rows, width, gated, processors)
+    warps, deep, cap = launch_shape(rows, width, gated, processors, launches_early(x.device))
     tiles = tiles_for(rows, width, gated)
     ends = tuple(accumulate(count // (16 * tiles) for count in rows))
     splits, grid = ((), rows[0] // (8 * tiles)) if gated else (ends[:-1], ends[-1])
@@ -329,13 +329,16 @@ def multiply(
     launch(matvec, (grid,))(x, normed, products, splits, adapted, *sizes, num_warps=warps, maxnreg=cap, launch_pdl=True)
 
 
-def launch_shape(rows: Sequence[int], width: int, gated: bool, processors: int) -> tuple[int, int, int | None]:
-    """Choose warps per program, half runs of each in flight, and a cap on registers."""
+def launch_shape(rows: Sequence[int], width: int, gated: bool, processors: int, early: bool) -> tuple[int, int, int | None]:
+    """Choose warps per program, half runs of each in flight, and a cap on registers.
+
+    early  the GPU launches kernels early, and has shared memory for deep rings
+    """
     if not gated and sum(rows) <= 16 * processors and 3 * MANY_WARPS // 4 < -(-width // 512) <= MANY_WARPS:
         # one program per multiprocessor, and about one run per warp
         return MANY_WARPS, 2, 64
     if width > 8192:
-        return WARPS, 2, None
+        return WARPS, 4 if early else 2, None
     # 128 registers fit four programs on a multiprocessor; where the last run is partial, the assembler would spill
     return WARPS, 3, None if width % (512 * WARPS) else 128
 

@@ -48,6 +48,7 @@ from auraflux.ops.turboquant.cuda.decode.split_kv import balance_splits, locate_
 from auraflux.ops.turboquant.cuda.decode.step import (
     sums,
 )
+from auraflux.ops.turboquant.cuda.encode.new_token import append_key, append_value, channels_of, rope_angles, rotated_queries
 
 
 @gluon.jit
@@ -74,7 +75,7 @@ def attend_pairs(
     EACH: gl.constexpr = (G + (G + 7) // 8 - 1) // ((G + 7) // 8)
     STAGE: gl.constexpr = stage_nbytes(D, KEY_BITS, VALUE_BITS, U)
     ROWS: gl.constexpr = ring_begin(D, WORK.compact) // 4096 + (NW * WORK.depth * STAGE + 4095) // 4096
-    split, token = gl.program_id(0), gl.program_id(2)
+    split, token, new = gl.program_id(0), gl.program_id(2), codes.new
     head, tile = gl.program_id(1) // ((G + 7) // 8), gl.program_id(1) % ((G + 7) // 8)
     # one allocation, so that the table begins at the shared-memory base; the compiler does not see the PTX look-ups read it,
     # hence the barriers and _keep_alive
@@ -91,23 +92,38 @@ def attend_pairs(
     else:
         expected = gl.minimum(token, index.sequences - 1)
         sequence, position, old = find_token(index, token, expected, tokens, S, NW)
+    # splits of older tokens, and of these tokens the newest
+    counted = splits - 1 if WORK.new_split else splits
+    if WORK.new_split:
+        # all blocks with older tokens can be copied before the previous kernel has ended
+        old = position + 16 * U - 1
     # codes cover positions [low, end); full-precision tokens start at `oldest`
     oldest = gl.maximum(position + 1 - scores.window, 0)
     low = gl.maximum(oldest, FULL.sink_tokens) if has_low(CONFIG) else 0
-    end = gl.minimum(position + 1 - FULL.recent_window, index.width * PAGE)
+    unseen: gl.constexpr = max(FULL.recent_window, 1 if WORK.new_split else 0)
+    end = gl.minimum(position + 1 - unseen, index.width * PAGE)
     row, live = (token * HEADS + head) * G + tile * EACH, gl.minimum(EACH, G - tile * EACH)
     # index of the first split of codes
     FIRST: gl.constexpr = 1 if WORK.split_keys > 0 and full is not None else 0
     # destination of partial results: by program, or by row and split
     dest = ((number - token) * (HEADS * G) + row, 0, 1) if WORK.balanced else (row, split, splits)
-    last, begin = split == splits - 1, low // (16 * U) * (16 * U)
+    if WORK.new_split:  # noqa: SIM102
+        if split >= counted:
+            placed, last_split = (sequence, position, head), (row, counted, splits)
+            if split == counted:
+                mine = q + (head * G + tile * EACH) * new.q_pitch, live, signs
+                append_key(mine, codes, new, index, scores, full, placed, output.partials, last_split, CONFIG)
+            else:
+                append_value(live, signs, codes, new, index, full, placed, output.partials, last_split, CONFIG)
+            return
+    last, begin = split == counted - 1, low // (16 * U) * (16 * U)
     if WORK.split_keys > 0:
         last, begin, stride, end, assigned = own_splits(begin, end, split, splits, full is not None, WORK)
         if WORK.multi_split:
             dest = row, assigned[1] + FIRST, splits
     else:
         # blocks are interleaved over splits
-        stride = (splits - 1 if WORK.full_split else splits) * (NW * 16 * U)
+        stride = (counted - 1 if WORK.full_split else counted) * (NW * 16 * U)
         begin, assigned = begin + split * (NW * 16 * U), None
     if not WORK.single_split:  # noqa: SIM102
         if begin >= end and (full is None or not last):
@@ -118,7 +134,10 @@ def attend_pairs(
                 store_empty_splits(output.partials, (row, FIRST, splits), live, NW)
             return
     task = sequence, expected, position, old, head, split, last, begin, stride, low, end, oldest
-    queries = (q + row.to(gl.int64) * D, live, signs)
+    if WORK.new_split:
+        queries = (q + (head * G + tile * EACH) * new.q_pitch, live, signs, new)
+    else:
+        queries = (q + row.to(gl.int64) * D, live, signs, None)
     if WORK.full_split:
         if last:
             o, l, m = _attend_full_precision(queries, scores, means, full, shared, task, CONFIG)  # noqa: E741
@@ -156,16 +175,22 @@ def _attend_full_precision(queries, scores, means, full, shared, task, CONFIG: g
     FULL: gl.constexpr = CONFIG.full
     D: gl.constexpr = SHAPE.width
     NW: gl.constexpr = CONFIG.work.warps
-    q, live, signs = queries
+    q, live, signs, new = queries
     sequence, _, position, _, head, _, _, _, _, _, _, oldest = task
-    rows = full_precision_rows(full, sequence, position, head, None, SHAPE, FULL, NW)
+    newest = position - 1 if CONFIG.work.new_split else position
+    rows = full_precision_rows(full, sequence, position, newest, head, None, SHAPE, FULL, NW)
     rotated, _ = query_places(shared, D, CONFIG.work.compact)
     if means is not None:
         scale = channel_scales(means.scale + head * D, D, NW)
+    if CONFIG.work.new_split:
+        turn = rope_angles(new, channels_of(D, NW), CONFIG.work.interleaved)
     gdc_wait()
     gdc_launch_dependents()
     keys = full_precision_keys(full, rows, SHAPE, FULL, NW)
-    x = load_queries(q, signs, live, D, NW, CONFIG.work.even_columns)
+    if CONFIG.work.new_split:
+        x = rotated_queries(q, live, new, turn, D, NW) * gl.load(signs + channels_of(D, NW))
+    else:
+        x = load_queries(q, signs, live, D, NW, CONFIG.work.even_columns)
     if means is not None:
         x *= scale
     qx = query_operand(x, rotated, scores.factor, D, SHAPE.key_bits, NW)

@@ -65,6 +65,7 @@ from auraflux.ops.turboquant.cuda.decode.step import (
     values_at,
     weights,
 )
+from auraflux.ops.turboquant.cuda.encode.new_token import channels_of, rope_angles, rotated_queries
 
 
 @gluon.constexpr_function
@@ -99,7 +100,7 @@ def attend_codes(
     DEEP: gl.constexpr = WORK.depth
     U: gl.constexpr = WORK.blocks
     UNITS: gl.constexpr = KEY_BITS % 3 == 0 or VALUE_BITS % 3 == 0
-    q, live, signs = queries
+    q, live, signs, new = queries
     sequence, expected, position, old, head, split, last, begin, stride, low, end, oldest = task
     warp, lane, key, t = lanes_of(begin, index.pool, U, NW)
     source = sources(keys, values, lane, D, KEY_BITS, VALUE_BITS)
@@ -109,7 +110,8 @@ def attend_codes(
     pages = first_pages(index, sequence, expected, t, stride, PAGE)
     if full is not None:
         wanted = None if WORK.multi_split and WORK.single_split else last
-        full_rows = full_precision_rows(full, sequence, position, head, wanted, SHAPE, FULL, NW)
+        newest = position - 1 if WORK.new_split else position
+        full_rows = full_precision_rows(full, sequence, position, newest, head, wanted, SHAPE, FULL, NW)
     if means is not None:
         channels = early[1] if len(early) > 1 else angle_channels(means, D, NW)
         angle_w = angle_weights(means, channels, head, D, NW)
@@ -119,14 +121,26 @@ def attend_codes(
     )
     copy_old_blocks(blocks, to, source, t, stride, old, CONFIG)
     _fill_table(shared, early[0], WORK.compact)
+    if WORK.new_split:
+        turn = rope_angles(new, channels_of(D, NW), WORK.interleaved)
+        if means is not None:
+            angle_turns = rope_angles(new, channels[0], WORK.interleaved), rope_angles(new, channels[1], WORK.interleaved)
     # neither depends on the previous kernel
     rotated, angle_q = query_places(shared, D, WORK.compact)
     gdc_wait()
     gdc_launch_dependents()
-    x = load_queries(q, signs, live, D, NW, WORK.even_columns)
+    if WORK.new_split:
+        x = rotated_queries(q, live, new, turn, D, NW) * gl.load(signs + channels_of(D, NW))
+    else:
+        x = load_queries(q, signs, live, D, NW, WORK.even_columns)
     if means is not None:
         x *= early[2] if len(early) > 1 else channel_scales(means.scale + head * D, D, NW)
-        angle_q.store((angle_queries(q, angle_w, live, D, NW, WORK.even_columns) * (scores.factor * D)).to(gl.float16))
+        if WORK.new_split:
+            along = rotated_queries(q, live, new, angle_turns[0], D, NW) * angle_w[0][1]
+            along += rotated_queries(q, live, new, angle_turns[1], D, NW) * angle_w[1][1]
+        else:
+            along = angle_queries(q, angle_w, live, D, NW, WORK.even_columns)
+        angle_q.store((along * (scores.factor * D)).to(gl.float16))
     if full is not None:
         full_keys = full_precision_keys(full, full_rows, SHAPE, FULL, NW)
     copy_new_blocks(blocks, to, source, t, stride, old, end, CONFIG)

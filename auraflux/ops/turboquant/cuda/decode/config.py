@@ -1,6 +1,6 @@
 """Arguments and compile-time configuration of decode attention over codes."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -9,10 +9,14 @@ from auraflux.ops.turboquant.cuda.arguments import CodeShape, CodeTensors, FullP
 
 
 class Codes(NamedTuple):
-    """Quantized keys and values; Triton reserves the name `values` of a tuple."""
+    """Quantized keys and values; Triton reserves the name `values` of a tuple.
+
+    new  a `NewToken`, which has a split of its own after the others; None if it is in the cache
+    """
 
     k: CodeTensors
     v: CodeTensors
+    new: Any = None
 
 
 class Output(NamedTuple):
@@ -57,6 +61,8 @@ class Work(NamedTuple):
                   heads * tiles, tokens)
     even_columns  with `split_keys`: at most four queries occupy the even columns of a product, which halves a lane's sums
     compact       the level table has half the bytes, for GPUs with little shared memory
+    new_split     the new token is encoded here and has a split of its own, the last, of two programs (`new_token.py`)
+    interleaved   with `new_split`: RoPE rotates neighbouring channels
     """
 
     warps: int
@@ -70,6 +76,8 @@ class Work(NamedTuple):
     multi_split: bool
     even_columns: bool
     compact: bool
+    new_split: bool = False
+    interleaved: bool = False
 
 
 class Config(NamedTuple):

@@ -174,7 +174,16 @@ def mean_scores_of_step(found, i):
 
 @gluon.jit
 def _places(
-    full, sequence, position, head, last, LAYOUT: gl.constexpr, HEADS: gl.constexpr, FULL: gl.constexpr, NW: gl.constexpr
+    full,
+    sequence,
+    position,
+    newest,
+    head,
+    last,
+    LAYOUT: gl.constexpr,
+    HEADS: gl.constexpr,
+    FULL: gl.constexpr,
+    NW: gl.constexpr,
 ):
     """Return the positions of full-precision tokens, 16 per warp, and their rows among sink and among recent tokens."""
     n = (NW - 1 - gl.arange(0, NW, layout=gl.SliceLayout(1, LAYOUT))[:, None]) * 16
@@ -182,7 +191,7 @@ def _places(
     oldest = gl.maximum(position + 1 - FULL.recent_window, FULL.sink_tokens)
     at = gl.where(n < FULL.sink_tokens, n, oldest + n - FULL.sink_tokens)
     sink_row, recent = (n * 0).to(gl.int64), (n * 0).to(gl.int64)
-    there = at <= position
+    there = at <= newest
     if last is not None:
         there &= last
     if FULL.sink_tokens:
@@ -219,14 +228,19 @@ def _rows(sink_row, recent, places, D: gl.constexpr, LAYOUT: gl.constexpr, FULL:
 
 
 @gluon.jit
-def full_precision_rows(full, sequence, position, head, last, SHAPE: gl.constexpr, FULL: gl.constexpr, NW: gl.constexpr):
-    """Locate the full-precision rows of a token, in the layouts of keys and of values, if `last` or it is None."""
+def full_precision_rows(
+    full, sequence, position, newest, head, last, SHAPE: gl.constexpr, FULL: gl.constexpr, NW: gl.constexpr
+):
+    """Locate the full-precision rows of a token, in the layouts of keys and of values, if `last` or it is None.
+
+    newest  the last position: the token's own, or the one before
+    """
     D: gl.constexpr = SHAPE.width
     CHUNK: gl.constexpr = 32 * key_words(D, SHAPE.key_bits)[1] // SHAPE.key_bits
     LK: gl.constexpr = gl.SliceLayout(2, _row_layout(NW, D, CHUNK))
     LV: gl.constexpr = gl.SliceLayout(2, _value_layout(NW, D))
-    keys = _places(full, sequence, position, head, last, LK, SHAPE.heads, FULL, NW)
-    return keys, _places(full, sequence, position, head, last, LV, SHAPE.heads, FULL, NW)
+    keys = _places(full, sequence, position, newest, head, last, LK, SHAPE.heads, FULL, NW)
+    return keys, _places(full, sequence, position, newest, head, last, LV, SHAPE.heads, FULL, NW)
 
 
 @gluon.jit

@@ -36,6 +36,7 @@ from auraflux.ops.turboquant.cuda.decode.plan import (
     small_program,
 )
 from auraflux.ops.turboquant.cuda.encode.hadamard import MOST_BOOKS, rotation_for
+from auraflux.ops.turboquant.cuda.encode.new_token import NewToken
 from auraflux.ops.turboquant.pages import CodePages
 
 MOST_TOKENS = 8  # per sequence on average; each token reads the codes again
@@ -48,6 +49,7 @@ MOST_BALANCED = 256  # sequences that a warp balances
 MORE_REGISTERS = 168  # registers per thread where no multiprocessor has two programs and full-precision tokens have a split
 WIDEST_SPARE = 128  # head width whose sums fit next to the table, where keys and values share one side of it
 SPLITS_AT_ONCE = 16  # splits loaded at once by `finish_in_order`: most rows have no more
+NEW_WIDTHS, NEW_BITS = (64, 128), {2, 4, 8}  # of heads whose new token is encoded by the kernel that attends
 ROTATED_COLUMNS = 64  # columns per program of `finish_rotated`: heads are few and their splits many
 
 
@@ -104,7 +106,10 @@ def attend_decode(
     window: int | None,
     sinks: Tensor | None,
     softcap: float | None,
+    new: NewToken | None = None,
+    interleaved: bool = False,
 ) -> Tensor:
+    """Attend from new tokens to their sequences; `new` is the only one and not in the cache yet, see `new_token.py`."""
     (tokens, heads, width), sequences = q.shape, len(pages.lengths)
     group, bits, device = heads // pages.heads, (pages.key_bits, pages.value_bits), q.device
     tiles = pages.heads * cdiv(group, COLUMNS)
@@ -115,11 +120,13 @@ def attend_decode(
     balanced = resident if uses_balanced_splits(plan, sequences, pages.capacity) else None
     split_keys, window_keys, full = invariant_split_keys(), NO_WINDOW if window is None else window, full_precision_pages(pages)
     row_programs = _programs_of_row(plan, tiles * tokens, pages, full is not None, device) if split_keys else None
-    out, one = torch.empty_like(q), row_programs == 1 if split_keys else plan.splits == 1 and width > 64 and balanced is None
+    out, one = q.new_empty(q.shape), row_programs == 1 if split_keys else plan.splits == 1 and width > 64 and balanced is None
     extra_split = not one and balanced is None and _fits_another_split(plan, tiles * tokens, device)
     full_split = full is not None and (bool(split_keys) or extra_split)
-    splits = plan.splits + full_split
-    grid = (row_programs or splits, tiles, tokens) if balanced is None else (max(balanced, balanced // 2 + tokens), tiles, 1)
+    splits = plan.splits + full_split + (new is not None)
+    # the new token's split has two programs
+    programs = row_programs or splits + (new is not None)
+    grid = (programs, tiles, tokens) if balanced is None else (max(balanced, balanced // 2 + tokens), tiles, 1)
     rows, row_parts = (tokens * heads, splits) if balanced is None else (grid[0] * heads, 1)
     partials, index = None if one else empty_partials(rows, row_parts, width, device), index_of(pages, starts)
     signs, _ = rotation_for(width, pages.seed, False, device)
@@ -132,24 +139,42 @@ def attend_decode(
         multi_split=row_programs is not None,
         even_columns=bool(split_keys) and width <= WIDEST_SPARE and cdiv(group, cdiv(group, COLUMNS)) <= COLUMNS // 2,
         compact=plan.compact,
+        new_split=new is not None,
+        interleaved=interleaved,
     )
     roomy = full_split and not split_keys and splits * tiles * tokens <= multiprocessors(device)
     # factors of the transform and of the levels, which are scaled by sqrt(D); then to base 2
     factor = scale / width * LOG2E.value
     launch(attend_pairs, grid)(
-        *(q, signs, Codes(keys_of(pages), values_of(pages))),
+        *(q, signs, Codes(keys_of(pages), values_of(pages), new)),
         *(level_words(*bits, width, device, pages.key_book, pages.value_book), index),
         Output(partials, *((sinks, out) if one else (None, None))),
         Scores(factor * 2 / softcap if softcap else factor, softcap * LOG2E.value if softcap else 1.0, window_keys),
         *(tokens, balanced or splits, key_means(pages.calibration), full),
         CONFIG=Config(shape_of(pages), full_precision_shape(pages), work, group, window is not None, softcap is not None),
         num_warps=program.warps,
-        maxnreg=MORE_REGISTERS if roomy else program.registers,
+        maxnreg=max(MORE_REGISTERS, program.registers) if roomy else program.registers,
         launch_pdl=True,
     )
     if partials is not None:
         _finish(partials, plan, splits, balanced, index, sinks, signs, window_keys, out)
     return out
+
+
+def refuses_new(q: Tensor, pages: CodePages, window: int | None) -> str | None:
+    """Return why the new token of a sequence cannot be encoded by the kernel that attends; None if it can."""
+    (tokens, heads, width), stored, bits = q.shape, pages.full_precision, {pages.key_bits, pages.value_bits}
+    if tokens != 1 or len(pages.lengths) != 1:
+        return f"{tokens} new tokens of {len(pages.lengths)} sequences; the route serves one"
+    if is_invariant():
+        return "inside `invariant` splits have a fixed number of keys"
+    if width not in NEW_WIDTHS or not bits <= NEW_BITS:
+        served = f"the route serves {NEW_WIDTHS} and {NEW_BITS}"
+        return f"heads of {width} channels, {pages.key_bits} and {pages.value_bits} bits; {served}"
+    if stored is not None and stored.sink_tokens and not stored.recent_window:
+        return "there are sink tokens without a recent window"
+    plan = _plan(pages.heads * cdiv(heads // pages.heads, COLUMNS), pages, window is not None)
+    return "a row has one split" if plan.splits == 1 else None
 
 
 def _programs_of_row(plan: Plan, programs: int, pages: CodePages, full: bool, device: torch.device) -> int | None:
