@@ -14,7 +14,7 @@ import torch
 from auraflux import ops
 from auraflux.ops import append_codes, attention, expert_mlp, invariant, mixture, turboquant_attention
 from auraflux.ops._cases import Case
-from auraflux.ops._dispatch import Declined, activation_bits, families
+from auraflux.ops._dispatch import Declined, activation_bits, families, fp8_products
 from auraflux.ops.attention.pages import KVPages
 from auraflux.ops.fake_gpu import HOPPER, Capability, use_fake_gpu
 from auraflux.ops.linear.cpu.routes import DRIVERS
@@ -276,9 +276,15 @@ def on_older_gpu(op: ops.Op, name: str) -> Explanation | None:
         return explain_call(case.op, "cuda", case.args())
 
 
-# routes that need another GPU, or arguments too large for a quick case
+def in_fp8() -> Explanation | None:
+    with fp8_products():
+        return product(2048, 4096, 4096)
+
+
+# routes that need another GPU or a request, or arguments too large for a quick case
 LARGE: dict[tuple[str, str], Callable[[], Explanation | None]] = {
     ("linear", "matvec_int4_tma"): partial(product, 1, 8192, 16384),
+    ("linear", "gemm_fp8"): in_fp8,
     ("linear", "matvec_int4_loop"): partial(product, 1, 32000, 4096),
     ("linear", "matvec_int8"): partial(product, 1, 8192, 8192, 8),
     ("linear", "gemm_int4_tiles"): partial(product, 32, 8192, 8192, capability=(8, 9)),
