@@ -20,7 +20,10 @@ if not torch.cuda.is_available():
 # files of few, slow tests, and how many usual ones take as long: the longest start first, so that no worker runs them alone at
 # the end
 SLOW_FILES = {
-    "test_cuda_compile.py": 4000, "test_capture.py": 3000, "test_faults.py": 3000, "test_ahead.py": 2000,
+    "test_cuda_compile.py": 4000,
+    "test_capture.py": 3000,
+    "test_faults.py": 3000,
+    "test_ahead.py": 2000,
     **dict.fromkeys(("test_failure.py", "test_serving.py", "test_process.py", "test_file_watch.py", "test_wheel.py"), 80),
     **dict.fromkeys(("test_pack.py", "test_pack_faults.py", "test_examples.py", "test_jit_cache.py", "test_tested.py"), 80),
     **dict.fromkeys(
