@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import (
     Gemma3ForCausalLM,
@@ -47,6 +46,9 @@ def gemma3() -> Any:
 
 def adapt(model: Any, folder: Path, seed: int = 0, **config: Any) -> Tensor:
     """Train nothing: save a random adapter of a model, and return PEFT's logits with it; the model is as before."""
+    # takes seconds, which other workers save
+    from peft import LoraConfig, get_peft_model
+
     torch.manual_seed(seed)
     settings = {"target_modules": ATTENTION + MLP, "r": 5, "lora_alpha": 7, **config}
     adapted = get_peft_model(model, LoraConfig(init_lora_weights=False, lora_dropout=0.0, **settings))

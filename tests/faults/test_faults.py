@@ -19,7 +19,7 @@ def run(*args: str) -> None:
 
 
 def test_sampled_faults_leave_the_old_or_the_new_state():
-    run("--fault", "full", "--fault", "killed", "--stride", "89")
+    run("--fault", "full", "--fault", "killed", "--stride", "199")
 
 
 @pytest.mark.slow

@@ -13,7 +13,11 @@ from auraflux.ops._cases import Case
 LARGE = {
     *(f"expert_mlp-{name}-bf16" for name in ("leaning", "two-thousand", "thousands", "deep-quads", "wide-quads")),
     *(f"expert_parts-{name}-bf16" for name in ("two-thousand", "thousands")),
-    *(f"mixture-{name}" for name in ("thousands-bf16", "one-token-bf16", "some-wide")),
+    *(f"expert_mlp-{name}-bf16" for name in ("thousand", "hundreds", "some-quads")),
+    *(f"mixture-{name}" for name in ("thousands-bf16", "one-token-bf16", "some-wide", "some-tokens", "some-deep")),
+    *(f"mixture-{name}" for name in ("some-by-sigmoid", "some-shared-weights", "shared-weights-bf16", "wide-shared-bf16")),
+    *(f"gated_delta_prefill-bf16-{name}" for name in ("many-heads", "many-ragged")),
+    *(f"turboquant_latent_attention-16-bits-{name}" for name in ("64-heads-b4", "64-heads-b8", "full-precision-64-heads-b4")),
     *("add_norm_gate_up-many-rows", "add_norm_linears-many-rows-narrow"),
 }
 # each format of products compiles for seconds, fast and exact. The quick cases cover all widths of codes, groups, types of

@@ -34,7 +34,10 @@ class Side(nullcontext[None]):
         pass
 
 
-@pytest.mark.parametrize("name", ["bf16-chunks", "bf16-one-sequence", "bf16-many-ragged", "bf16-closed-gates"])
+@pytest.mark.parametrize(
+    "name",
+    ["bf16-chunks", "bf16-one-sequence", "bf16-closed-gates", pytest.param("bf16-many-ragged", marks=pytest.mark.slow)],
+)
 def test_prompts(monkeypatch: pytest.MonkeyPatch, name: str):
     def launched(kernel: Any, grid: tuple[int, ...]) -> Any:
         return lambda *args, num_warps: launch(kernel, grid, *args[:-1], SHAPE=args[-1], stand_ins=STAND_INS)

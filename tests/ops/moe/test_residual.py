@@ -124,7 +124,7 @@ def test_blocks_stream_through_programs(experts: int, hidden: int, inner: int, t
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
     ("hidden", "inner", "tokens", "k"),
-    [(512, 256, 3, 2), (256, 512, 2, 3), pytest.param(2048, 768, 3, 8, marks=pytest.mark.slow)],
+    [(512, 256, 3, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((256, 512, 2, 3), (2048, 768, 3, 8)))],
 )
 def test_ordered_blocks_equal_slots(hidden: int, inner: int, tokens: int, k: int):
     """Compare bit for bit, whether a warp has a complete slot or quads of several."""

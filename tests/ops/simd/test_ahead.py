@@ -1,6 +1,7 @@
 """Ahead-of-time compilation of CPU kernels."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,8 +17,21 @@ from auraflux.ops import rms_norm, swiglu
 from auraflux.ops.attention.cpu.page_index import survey
 from auraflux.ops.simd.compile import ahead
 from auraflux.ops.simd.compile.ahead import collect_kernels, compile_all
+from auraflux.ops.simd.compile.cache_folder import CACHE_FOLDER
 
 X, WEIGHT = torch.ones(1, 64), torch.full((64,), 2.0)
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> dict[str, str]:
+    """The environment of a process whose JIT cache has no kernel of an op, only the launch and the replay."""
+    for found in (path for name in ("simd_*", "replay_*") for path in Path(CACHE_FOLDER).glob(name) if CACHE_FOLDER):
+        to = tmp_path / "numba" / Path(CACHE_FOLDER).name / found.name
+        # files that others write now are renamed when they are complete
+        shutil.copytree(found, to, ignore=shutil.ignore_patterns("*.tmp.*"))
+    for folder in (tmp_path, *(path for path in tmp_path.rglob("*") if path.is_dir())):
+        folder.chmod(0o700)
+    return {**os.environ, "AURAFLUX_CACHE": str(tmp_path)}
 
 
 def test_a_dry_run_collects_kernels_once_and_runs_none():
@@ -88,10 +102,9 @@ assert rms_norm(x, weight, 1e-6).allclose(weight)
 
 
 @pytest.mark.parametrize("needed", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_deferred_kernels_are_compiled_in_the_background(tmp_path: Path, needed: bool):
-    environment = {**os.environ, "AURAFLUX_CACHE": str(tmp_path)}
+def test_deferred_kernels_are_compiled_in_the_background(fresh: dict[str, str], needed: bool):
     code = BACKGROUND.replace("NEEDED", str(needed))
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], env=fresh, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ("0 1\n1 1\n" if needed else "")
 
@@ -129,10 +142,9 @@ assert rms_norm(x, weight, 1e-6).allclose(weight)
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["parallel", "killed"])
-def test_kernels_are_compiled_in_processes_or_here_if_those_fail(tmp_path: Path, killed: bool):
+def test_kernels_are_compiled_in_processes_or_here_if_those_fail(fresh: dict[str, str], killed: bool):
     code = AHEAD.replace("KILLED", str(killed))
-    environment = {**os.environ, "AURAFLUX_CACHE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], env=fresh, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     if not killed:
@@ -182,10 +194,9 @@ assert not ahead._early
         pytest.param(False, True, id="unrequested-killed", marks=pytest.mark.slow),
     ],
 )
-def test_early_compilation_is_not_repeated(tmp_path: Path, wanted: bool, killed: bool):
+def test_early_compilation_is_not_repeated(fresh: dict[str, str], wanted: bool, killed: bool):
     code = EARLY.replace("WANTED", str(wanted)).replace("KILLED", str(killed))
-    environment = {**os.environ, "AURAFLUX_CACHE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], env=fresh, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "overlap\n"
 
