@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -12,6 +12,9 @@ from auraflux.engine.engine import DECODE_SIZES, PREFILL_SIZES
 from auraflux.loading.language_model import LanguageModel
 from auraflux.progress import Report
 from auraflux.scheduler.prefill_budget import TOGETHER
+
+if TYPE_CHECKING:
+    from auraflux.ops.gpu.ahead import Compiler
 
 log = logging.getLogger("auraflux")
 
@@ -66,17 +69,20 @@ def compile_ahead(loaded: LanguageModel, batches: list[WarmupBatch], counts: lis
     if not ahead.is_supported():
         return
     began, batches = time.perf_counter(), list(dict.fromkeys([*batches, *_fitting(loaded, packed_prefills(engine.chunk))]))
-    with engine.graphs.disabled(), ahead.record_compilations() as fresh:
+    with engine.graphs.disabled(), ahead.compiler() as compiler:
         try:
-            _dry_run(loaded, batches, counts, fresh, report)
+            _dry_run(loaded, batches, counts, compiler, report)
         except Exception as err:
             log.warning("compiling kernels one by one: %s", err)
-    if fresh:
-        log.info("compiled %d kernels in %.0f s; cached for the next start", len(fresh), time.perf_counter() - began)
+    if compiler.compiled:
+        took_s = time.perf_counter() - began
+        log.info("compiled %d kernels in %.0f s; cached for the next start", len(compiler.compiled), took_s)
 
 
-def _dry_run(loaded: LanguageModel, batches: list[WarmupBatch], counts: list[int], fresh: list[str], report: Report) -> None:
-    """Run steps without launching kernels, to compile them; stop after the first if `fresh` shows that all were cached."""
+def _dry_run(
+    loaded: LanguageModel, batches: list[WarmupBatch], counts: list[int], compiler: "Compiler", report: Report
+) -> None:
+    """Run steps without launching kernels, to compile them; stop after the first if all of its kernels were cached."""
     from auraflux.ops.gpu.ahead import compile_launches_ahead
 
     def progress(done: int, total: int) -> None:
@@ -85,19 +91,21 @@ def _dry_run(loaded: LanguageModel, batches: list[WarmupBatch], counts: list[int
     model: Any = loaded.engine.model
     # the longest prompt first: short ones launch the same kernels in layers with and without a sliding window
     first, *others = sorted(batches, key=lambda batch: (batch.sequences, -batch.tokens))
-    with compile_launches_ahead(progress) as launched:
+    with compile_launches_ahead(compiler) as launched:
         recorded = [RecordedLayer(layer, launched) for layer in model.layers]
         with _layers(model, recorded):
             _run(loaded, first, DRY_RUN_DECODED)
-    if not fresh:
+    if not compiler.begun:
         return
-    with compile_launches_ahead(progress), _layers(model, one_layer_per_kind(recorded)):
+    # the kernels of the first are compiled meanwhile
+    with compile_launches_ahead(compiler), _layers(model, one_layer_per_kind(recorded)):
         for done, batch in enumerate(others):
             report("finding kernels", done, len(others) + len(counts))
             _run(loaded, batch, DRY_RUN_DECODED)
         for done, sequences in enumerate(counts, len(others)):
             report("finding kernels", done, len(others) + len(counts))
             loaded.engine.warm_up_mixed(sequences, times=1)
+    compiler.wait(progress)
 
 
 class RecordedLayer:

@@ -1,23 +1,32 @@
 """Kernels compiled on all cores, before the steps that launch them run.
 
-Steps run without launching: each launch only asks Triton for the compiled kernel, which a thread compiles meanwhile (Triton
-releases the GIL for most of it). Outputs of kernels are zeros, so that indices computed from them by torch stay in range;
-tables that are computed once and cached come from torch, and are correct.
+Steps run without launching: the variant of each launch goes to processes that compile it into Triton's cache, unless it is
+there (`compile_process.py`). Outputs of kernels are zeros, so that indices computed from them by torch stay in range; tables
+that are computed once and cached come from torch, and are correct.
 """
 
+import hashlib
+import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, as_completed
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton import knobs
-from triton.runtime import _async_compile, driver
+from triton.compiler.compiler import make_backend
+from triton.runtime import driver
+from triton.runtime.cache import get_cache_key, get_cache_manager
+from triton._C.libtriton import get_cache_invalidating_env_vars
 
+from auraflux.errors import BackendError
 from auraflux.machine import usable_cores
+from auraflux.ops.gpu.capture import KernelVariant, variant_of
+from auraflux.ops.gpu.compile_process import Compiled, CompileProcess
 from auraflux.ops.gpu.launch import TRITON_VERSION, redirect_launches, supported_options
+
+log = logging.getLogger("auraflux")
 
 ATEN = torch.ops.aten
 EMPTY_OPS = {ATEN.empty, ATEN.empty_like, ATEN.empty_strided, ATEN.new_empty, ATEN.new_empty_strided}
@@ -31,13 +40,71 @@ class ZeroedEmptyTensors(TorchDispatchMode):
         return found.zero_() if func.overloadpacket in EMPTY_OPS else found
 
 
+class Compiler:
+    """Compiles what is not cached, in a process that is started for the first such kernel.
+
+    compiled  names of the kernels that were compiled
+    begun     kernels that were not cached
+    """
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+        self.begun = 0
+        self._process: CompileProcess | None = None
+        self._known: set[str] = set()
+        self._waiting: list[Future[Compiled]] = []
+
+    def add(self, variant: KernelVariant) -> None:
+        """Begin to compile a variant, unless it is cached."""
+        if (key := repr(variant)) in self._known:
+            return
+        self._known.add(key)
+        if is_cached(variant):
+            return
+        self.begun += 1
+        if self._process is None:
+            self._process = CompileProcess(usable_cores())
+        try:
+            self._waiting.append(self._process.submit(variant))
+        # what cannot be sent is compiled when it is launched
+        except (BackendError, TypeError, AttributeError, ValueError) as err:
+            log.debug("%s is not compiled ahead: %s", variant.name, err)
+
+    def wait(self, report: Callable[[int, int], None]) -> None:
+        """Wait for all kernels; errors are raised again when the kernels are launched.
+
+        report  called with the number of kernels compiled, and of all
+        """
+        waiting, self._waiting = self._waiting, []
+        for done, future in enumerate(as_completed(waiting)):
+            compiled = future.result()
+            if compiled.error is not None:
+                log.debug("a kernel was not compiled ahead: %s", compiled.error)
+            elif compiled.name is not None:
+                self.compiled.append(compiled.name)
+            report(done, len(waiting))
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+
 @contextmanager
-def compile_launches_ahead(report: Callable[[int, int], None]) -> Iterator[list[str]]:
-    """Compile the kernels launched inside the block without launching them; errors are raised when they are launched.
+def compiler() -> Iterator[Compiler]:
+    """Yield a compiler whose processes end with the block."""
+    made = Compiler()
+    try:
+        yield made
+    finally:
+        made.close()
 
-    Yields a list to which a key of the compiled kernel of every launch is added.
 
-    report  called with the number of kernels compiled, and of all, while waiting for them
+@contextmanager
+def compile_launches_ahead(compiler: Compiler) -> Iterator[list[str]]:
+    """Compile the kernels launched inside the block without launching them, also after its end.
+
+    Yields a list to which a key of the kernel of every launch is added.
     """
     known: set[str] = set()
     launched: list[str] = []
@@ -45,39 +112,23 @@ def compile_launches_ahead(report: Callable[[int, int], None]) -> Iterator[list[
 
     def receive(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
         named = supported_options(named)
-        binder = kernel.device_caches[device][-1]
-        _, specialization, options = binder(*args, **named)
+        _, specialization, options = kernel.device_caches[device][-1](*args, **named)
         launched.append(f"{id(kernel)} {specialization} {options}")
         if launched[-1] not in known:
             known.add(launched[-1])
-            kernel.run(*args, grid=grid, warmup=True, **named)
+            compiler.add(variant_of(kernel, args, named, device))
 
-    with ThreadPoolExecutor(usable_cores()) as threads, _async_compile.AsyncCompileMode(threads, ignore_errors=True) as mode:
-        try:
-            with redirect_launches(receive), ZeroedEmptyTensors():
-                yield launched
-        except BaseException:
-            threads.shutdown(wait=False, cancel_futures=True)
-            raise
-        for done, _ in enumerate(as_completed(mode.raw_futures)):
-            report(done, len(mode.raw_futures))
+    with redirect_launches(receive), ZeroedEmptyTensors():
+        yield launched
 
 
-@contextmanager
-def record_compilations() -> Iterator[list[str]]:
-    """Collect the names of kernels compiled inside the block; those found in Triton's cache are not."""
-    names: list[str] = []
-    before = knobs.compilation.listener
-
-    def listen(**event: Any) -> None:
-        if not event["cache_hit"]:
-            names.append(event["metadata"]["name"])
-
-    knobs.compilation.listener = listen
-    try:
-        yield names
-    finally:
-        knobs.compilation.listener = before
+def is_cached(variant: KernelVariant) -> bool:
+    """Return whether Triton's cache has the machine code of a variant."""
+    source, backend = variant.source(), make_backend(variant.target)
+    options = backend.parse_options(dict(variant.options))
+    key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
+    name = f"{source.name[:150]}.json"
+    return name in (get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name) or {})
 
 
 def is_supported() -> bool:

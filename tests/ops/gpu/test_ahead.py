@@ -10,11 +10,13 @@ pytest.importorskip("triton")
 # in a subprocess: this process has imported the kernels for the interpreter
 PROGRAM = """
 import json, os, torch
+from triton import knobs
 from triton.runtime import driver
 from auraflux.ops import rms_norm
 from auraflux.ops.fake_gpu import HOPPER, use_fake_gpu
-from auraflux.ops.gpu.ahead import compile_launches_ahead, record_compilations
+from auraflux.ops.gpu.ahead import compile_launches_ahead, compiler
 from auraflux.ops.gpu.capture import CompileOnly
+from auraflux.ops.gpu.launch import redirect_launches
 
 class Stub(CompileOnly):
     def get_current_device(self):
@@ -28,18 +30,29 @@ driver.set_active(Stub())
 
 def start():
     progress, norm = [], rms_norm.kernel("cuda")
-    with record_compilations() as fresh, use_fake_gpu(HOPPER):
-        with compile_launches_ahead(lambda *done: progress.append(done)):
+    with compiler() as made, use_fake_gpu(HOPPER):
+        with compile_launches_ahead(made) as launched:
             for tokens in (4, 4, 5):
                 found = norm(torch.ones(tokens, 128), torch.ones(128), 1e-6)
-        with compile_launches_ahead(lambda *done: progress.append(done)):
+        with compile_launches_ahead(made):
             norm(torch.ones(4, 128), torch.ones(128), 1e-6)
         try:
-            with compile_launches_ahead(lambda *done: progress.append(done)):
+            with compile_launches_ahead(made):
                 raise KeyError("ended")
         except KeyError as err:
             said = err.args[0]
-    return fresh, progress, found.abs().max().item(), said
+        made.wait(lambda *done: progress.append(done))
+    return made.compiled, progress, found.abs().max().item(), said, len(launched)
+
+
+def launched_by_triton():
+    # the kernels that Triton compiles when it launches what was compiled ahead
+    fresh = []
+    knobs.compilation.listener = lambda **event: None if event["cache_hit"] else fresh.append(event["metadata"]["name"])
+    receive = lambda kernel, grid, *args, **named: kernel.run(*args, grid=grid, warmup=True, **named)
+    with use_fake_gpu(HOPPER), redirect_launches(receive):
+        rms_norm.kernel("cuda")(torch.ones(4, 128), torch.ones(128), 1e-6)
+    return fresh
 
 
 # two processes that have nothing in common but the cache on disk
@@ -47,7 +60,7 @@ found = []
 for _ in range(2):
     read, write = os.pipe()
     if os.fork() == 0:
-        os.write(write, json.dumps(start()).encode())
+        os.write(write, json.dumps([*start(), launched_by_triton()]).encode())
         os._exit(0)
     os.wait()
     found.append(json.loads(os.read(read, 1 << 16)))
@@ -56,8 +69,10 @@ print(json.dumps(found))
 
 
 def test_launches_are_compiled_once_and_cached_for_the_next_start(tmp_path: Path):
-    (fresh, reported, largest, said), second = output_of(PROGRAM, TRITON_CACHE_DIR=str(tmp_path))
+    (fresh, reported, largest, said, launches, by_triton), second = output_of(PROGRAM, TRITON_CACHE_DIR=str(tmp_path))
     assert said == "ended"
+    assert launches == 3
+    assert by_triton == []
     assert fresh == ["_rms"]
     assert reported == [[0, 1]]
     assert largest == 0, "a kernel that was not launched has left zeros"
