@@ -8,23 +8,24 @@ that are computed once and cached come from torch, and are correct.
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_key, get_cache_manager
-from triton._C.libtriton import get_cache_invalidating_env_vars
 
 from auraflux.errors import BackendError
 from auraflux.machine import usable_cores
 from auraflux.ops.gpu.capture import KernelVariant, variant_of
-from auraflux.ops.gpu.compile_process import Compiled, CompileProcess
+from auraflux.ops.gpu.compile_process import Compiled, CompileProcess, build_launcher
 from auraflux.ops.gpu.launch import TRITON_VERSION, redirect_launches, supported_options
+from auraflux.ops.gpu.prebuilt import installed_for
 
 log = logging.getLogger("auraflux")
 
@@ -41,16 +42,17 @@ class ZeroedEmptyTensors(TorchDispatchMode):
 
 
 class Compiler:
-    """Compiles what is not cached, in a process that is started for the first such kernel.
+    """Compiles what is neither prebuilt nor cached, in a process that is started for the first such kernel.
 
     compiled  names of the kernels that were compiled
-    begun     kernels that were not cached
+    begun     number of kernels that had to be compiled
     """
 
     def __init__(self) -> None:
         self.compiled: list[str] = []
         self.begun = 0
         self._process: CompileProcess | None = None
+        self._threads = ThreadPoolExecutor(usable_cores())
         self._known: set[str] = set()
         self._waiting: list[Future[Compiled]] = []
 
@@ -59,6 +61,10 @@ class Compiler:
         if (key := repr(variant)) in self._known:
             return
         self._known.add(key)
+        if (prebuilt := load_prebuilt(variant)) is not None:
+            # its launcher depends on the version of Python
+            self._waiting.append(self._threads.submit(_with_launcher, prebuilt))
+            return
         if is_cached(variant):
             return
         self.begun += 1
@@ -85,6 +91,7 @@ class Compiler:
             report(done, len(waiting))
 
     def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
         if self._process is not None:
             self._process.close()
             self._process = None
@@ -120,6 +127,17 @@ def compile_launches_ahead(compiler: Compiler) -> Iterator[list[str]]:
 
     with redirect_launches(receive), ZeroedEmptyTensors():
         yield launched
+
+
+def load_prebuilt(variant: KernelVariant) -> Any:
+    """Load a variant of the installed prebuilt kernels; None if they lack it."""
+    prebuilt = installed_for(variant.target.arch)
+    return None if prebuilt is None else prebuilt.load(variant.source(), variant.parsed_options())
+
+
+def _with_launcher(compiled: Any) -> Compiled:
+    build_launcher(compiled.src, compiled.metadata)
+    return Compiled()
 
 
 def is_cached(variant: KernelVariant) -> bool:

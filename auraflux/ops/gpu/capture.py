@@ -13,6 +13,7 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
 from triton.runtime import driver
 
 from auraflux.ops._cases import Case, in_row_layout
@@ -89,6 +90,10 @@ class KernelVariant:
         kernel = self.find()
         make = GluonASTSource if kernel.is_gluon() else ASTSource
         return make(kernel, self.signature, self.constants, self.attributes)
+
+    def parsed_options(self) -> dict[str, Any]:
+        """Return all options, as Triton completes those of the launch."""
+        return dict(make_backend(self.target).parse_options(dict(self.options)).__dict__)
 
     def compile(self) -> Any:
         """Compile the variant, or find it in Triton's cache; without a GPU too."""

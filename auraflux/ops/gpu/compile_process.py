@@ -5,14 +5,16 @@ once and forks a worker per core; variants and results travel through its pipes.
 child of `multiprocessing`, which would run the main module of the caller again.
 """
 
-import io
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from typing import IO, Any, NamedTuple
 
 from auraflux.errors import BackendError
@@ -66,11 +68,11 @@ class CompileProcess:
     def close(self) -> None:
         """End the process; variants that are still compiled are dropped."""
         assert self._process.stdin is not None
-        with self._lock:
-            try:
-                self._process.stdin.close()
-            except OSError:
-                pass
+        with self._lock, suppress(OSError):
+            self._process.stdin.close()
+        # with its workers, which may be compiling
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _receive(self) -> None:
@@ -100,23 +102,20 @@ def compile_variant(message: bytes) -> Compiled:
 
     knobs.compilation.listener = listen
     try:
-        variant = pickle.loads(message)
-        build_launcher(variant, variant.compile().metadata)
+        compiled = pickle.loads(message).compile()
+        build_launcher(compiled.src, compiled.metadata)
     except Exception as err:
         return Compiled(error=f"{type(err).__name__}: {err}")
     return Compiled(names[0] if names else None)
 
 
-def build_launcher(variant: Any, metadata: Any) -> None:
-    """Build the C function that launches a variant, unless Triton's cache has it or there is no GPU's driver."""
-    from triton.backends.nvidia import driver
+def build_launcher(source: Any, metadata: Any) -> None:
+    """Build the C function that launches a variant, unless Triton's cache has it or there is no GPU."""
+    from triton.runtime import driver
 
-    try:
-        # the launcher imports a class that this sets
-        driver.CudaUtils()
-    except (AssertionError, ImportError, OSError, subprocess.CalledProcessError):
-        return
-    driver.CudaLauncher(variant.source(), metadata)
+    # without a GPU there is no driver
+    with suppress(RuntimeError, AttributeError):
+        driver.active.launcher_cls(source, metadata)
 
 
 def _serve(workers: int, requests: IO[bytes], results: IO[bytes]) -> None:
@@ -131,6 +130,9 @@ def _serve(workers: int, requests: IO[bytes], results: IO[bytes]) -> None:
             pickle.dump((number, *compiled), results)
             results.flush()
 
+    def fail(number: int, err: BaseException) -> None:
+        send(number, Compiled(error=str(err)))
+
     with multiprocessing.get_context("fork").Pool(workers, os.nice, (NICE,)) as pool:
         while True:
             try:
@@ -138,16 +140,11 @@ def _serve(workers: int, requests: IO[bytes], results: IO[bytes]) -> None:
             except (EOFError, OSError):
                 # the pool is terminated: nobody waits for the rest
                 return
-            pool.apply_async(
-                compile_variant,
-                (message,),
-                callback=lambda compiled, number=number: send(number, compiled),
-                error_callback=lambda err, number=number: send(number, Compiled(error=str(err))),
-            )
+            pool.apply_async(compile_variant, (message,), callback=partial(send, number), error_callback=partial(fail, number))
 
 
 if __name__ == "__main__":
     # what kernels print while they are compiled must not get between the results
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    _serve(int(sys.argv[1]), io.BufferedReader(sys.stdin.buffer.raw), output)
+    _serve(int(sys.argv[1]), sys.stdin.buffer, output)

@@ -22,6 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from auraflux.ops.gpu.device import launches_early
+from auraflux.ops.gpu.prebuilt import use_prebuilt
 
 log = logging.getLogger("auraflux")
 
@@ -71,7 +72,7 @@ class Launcher:
     """Launcher of one kernel, with a cache of calls."""
 
     def __init__(self, kernel: JITFunction):
-        self._run = kernel.run
+        self._run, self._use_prebuilt = kernel.run, partial(use_prebuilt, kernel)
         self._names = [param.name for param in kernel.params]
         self._places = set(self._names)
         self._constant = [param.is_constexpr for param in kernel.params]
@@ -89,6 +90,7 @@ class Launcher:
             # Triton launches, or raises
             return self._run(*args, grid=grid, warmup=False, **named)
         if known is None or _profiled():
+            self._use_prebuilt(device)
             compiled = self._run(*args, grid=grid, warmup=False, **named)
             if hasattr(compiled, "packed_metadata"):
                 self._remember(key, Launch(compiled, *_launch_function(compiled), retained))
