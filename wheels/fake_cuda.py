@@ -84,7 +84,8 @@ def start_variants(
     bits  of its weights; None for dense ones
     """
     with fake_cuda(capability) as variants:
-        config = shape_of(name, LAYERS.get(name, 1))
+        # one more than there are kinds: the last layer computes fewer tokens
+        config = shape_of(name, LAYERS.get(name, 1) + 1)
         module = family(config)
         settings = CacheSettings(kv).for_family(family_name(config)).for_device("cuda")
         made = module.Config.from_hf(config)
