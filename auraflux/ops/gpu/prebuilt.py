@@ -29,6 +29,7 @@ log = logging.getLogger("auraflux")
 PACKAGE = "auraflux_kernels_cuda"
 METADATA, CODE = ".json", ".cubin"
 OPS = Path(__file__).parents[1]
+SITE = OPS.parents[1]  # the folder that this package is in
 PLAIN = (bool, int, float, str, type(None))
 # folders and modules of ops that GPU kernels do not depend on
 ELSEWHERE = {"cases", "cpu", "simd"}
@@ -124,26 +125,23 @@ def folder_name(arch: int) -> str:
 
 
 @cache
-def installed_for(arch: int, site: Path = OPS.parents[1]) -> Prebuilt | None:
-    """Return the prebuilt kernels of an architecture; None if there are none for these sources and this Triton.
-
-    site  the folder that this package is in
-    """
-    # the user chooses how Triton compiles, or another GPU's routes
-    if knobs.compilation.always_compile or get_cache_invalidating_env_vars() or os.environ.get(VARIABLE):
-        return None
-    if not (site / PACKAGE).is_dir():
-        return None
-    folder = site / PACKAGE / folder_name(arch)
-    if not folder.is_dir():
-        log.debug("%s has no kernels for sm_%d of these sources and triton %s", site / PACKAGE, arch, triton.__version__)
-        return None
-    return Prebuilt(folder)
+def _is_installed() -> bool:
+    return (SITE / PACKAGE).is_dir()
 
 
 @cache
-def _is_installed() -> bool:
-    return (OPS.parents[1] / PACKAGE).is_dir()
+def installed_for(arch: int) -> Prebuilt | None:
+    """Return the prebuilt kernels of an architecture; None if there are none for these sources and this Triton."""
+    # the user chooses how Triton compiles, or another GPU's routes
+    if knobs.compilation.always_compile or get_cache_invalidating_env_vars() or os.environ.get(VARIABLE):
+        return None
+    if not _is_installed():
+        return None
+    folder = SITE / PACKAGE / folder_name(arch)
+    if not folder.is_dir():
+        log.debug("%s has no kernels for sm_%d of these sources and triton %s", SITE / PACKAGE, arch, triton.__version__)
+        return None
+    return Prebuilt(folder)
 
 
 def use_prebuilt(kernel: Any, device: int) -> None:
