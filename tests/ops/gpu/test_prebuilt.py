@@ -137,9 +137,7 @@ def test_a_corrupt_entry_is_compiled(found: dict[str, Any], damage: str):
     assert found["intact"] == []
 
 
-@pytest.mark.parametrize(
-    "case", ["another architecture", "another Triton", "other sources", "Triton is told how to compile"]
-)
+@pytest.mark.parametrize("case", ["another architecture", "another Triton", "other sources", "Triton is told how to compile"])
 def test_kernels_of_other_origin_are_not_found(found: dict[str, Any], case: str):
     assert found[case]
 
