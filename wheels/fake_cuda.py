@@ -28,7 +28,6 @@ from auraflux.ops import exact
 from auraflux.ops._dispatch import use_backend
 from auraflux.ops.fake_gpu import Capability, use_fake_gpu
 from auraflux.ops.fake_tensor import LARGE
-from auraflux.ops.gpu.ahead import EMPTY_OPS
 from auraflux.ops.gpu.capture import KernelVariant, capture_variants
 from auraflux.scheduler.scheduler import Scheduler
 
@@ -36,6 +35,8 @@ GPU = torch.device("cuda")
 SEQUENCES = 64  # the default of a server on a GPU
 CONTEXT = 4096
 GROUP = 64
+ATEN = torch.ops.aten
+EMPTY_OPS = {ATEN.empty, ATEN.empty_like, ATEN.empty_strided, ATEN.new_empty, ATEN.new_empty_strided}
 
 
 class OnCpu(TorchFunctionMode):

@@ -15,7 +15,7 @@ from auraflux.bench.routing import RandomRouting, TracedRouting
 from auraflux.cache import Cache, CacheSettings
 from auraflux.engine import calibration
 from auraflux.engine.calibrate import FEW_TOKENS, calibrate_keys, random_tokens
-from auraflux.engine.device import activation_dtype, chunk_for, device_memory
+from auraflux.engine.device import activation_dtype, chunk_for, device_memory, preload_kernels
 from auraflux.engine.engine import Engine
 from auraflux.errors import FormatError, InputError
 from auraflux.loading.gpu_division import GpuRequest, divide
@@ -212,6 +212,8 @@ def random_language(
     """
     if isinstance(experts.routing, TracedRouting):
         _check_trace(experts.routing, config)
+    # as a checkpoint's weights are loaded
+    preload_kernels(device)
     dtype, settings = activation_dtype(device), settings.for_family(family_name(config)).for_device(device.type)
     sizes: dict[str, Any] = {"context": context, "sequences": sequences + 1, "dtype": dtype}
     sizes["chunk"] = chunk_for(device, invariant)

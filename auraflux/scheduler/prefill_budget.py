@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from auraflux.engine.engine import padded_batch_size
-from auraflux.scheduler.latency_target import AIM, LatencyTarget
+from auraflux.scheduler.latency_target import LatencyTarget
 from auraflux.scheduler.step_costs import StepCosts
 
 # on a CPU, prefill delays decode by at most PAUSE_S as far as LEAST tokens allow; a chunk is worth at least WORTH_S, since
@@ -18,6 +18,8 @@ SPREAD = {"cpu": 16, "cuda": 8}  # steps over which pending prompts are spread w
 CROWD = 16  # decoding sequences on a GPU: LEAST tokens for every so many of them, while fewer prompts wait
 # of a step of several chunks, if two take less: a request that arrives meanwhile waits for its end
 STEP_S = 2.0
+# of a target latency: steps of one size differ by 2 % on a GPU
+MIXED_AIM = 0.95
 TOGETHER = 8  # prompts whose chunks share a step
 
 
@@ -51,7 +53,7 @@ class PrefillBudget:
             if self.target is not None:
                 self.target.pause()
             return self.chunk
-        target_s = None if self.target is None else AIM * self.target.target_s
+        target_s = None if self.target is None else MIXED_AIM * self.target.target_s
         by_cost = self.costs.choose(padded_batch_size(decoding), sizes, target_s) if sizes else None
         if self.target is not None:
             return self.target.tokens() if by_cost is None else by_cost

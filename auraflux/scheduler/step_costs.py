@@ -12,7 +12,7 @@ from statistics import median
 # a larger chunk must cut the time per prompt token by so much, since it delays the tokens of all decoding sequences
 WORTH = 0.15
 # a chunk may make a step so many times as long as one without
-STRETCH = 3.0
+STRETCH = 3.5
 # of what a size that was not measured is assumed to cost beyond a smaller one, by the smaller one's time per token
 HOPEFUL = 0.25
 SAMPLES = 7  # kept of each size

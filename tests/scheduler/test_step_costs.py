@@ -92,5 +92,5 @@ def test_a_pause_is_no_step(clock: Clock):
 def test_the_budget_is_the_chosen_size(clock: Clock):
     made = PrefillBudget(8192, "cuda")
     assert made.tokens(1024, 1, 32, SIZES) == PrefillBudget(8192, "cuda").tokens(1024, 1, 32)
-    made.costs = measured(clock, MIXTURE, [0, 96, 224, 480])
+    made.costs = measured(clock, MIXTURE, [0, *SIZES])
     assert made.tokens(1024, 1, 32, SIZES) == 480

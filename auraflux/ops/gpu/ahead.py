@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler.compiler import make_backend
 from triton.runtime import driver
@@ -23,29 +23,51 @@ from triton.runtime.cache import get_cache_key, get_cache_manager
 from auraflux.errors import BackendError
 from auraflux.machine import usable_cores
 from auraflux.ops.gpu.capture import KernelVariant, variant_of
-from auraflux.ops.gpu.compile_process import Compiled, CompileProcess, build_launcher
+from auraflux.ops.gpu.compile_process import Compiled, CompileProcess, build_launcher, has_launcher
 from auraflux.ops.gpu.launch import TRITON_VERSION, redirect_launches, supported_options
 from auraflux.ops.gpu.prebuilt import installed_for
 
 log = logging.getLogger("auraflux")
 
-ATEN = torch.ops.aten
-EMPTY_OPS = {ATEN.empty, ATEN.empty_like, ATEN.empty_strided, ATEN.new_empty, ATEN.new_empty_strided}
+# functions of torch that leave memory uninitialised
+EMPTY = (
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (Tensor, "new_empty"),
+    (Tensor, "new_empty_strided"),
+)
 
 
-class ZeroedEmptyTensors(TorchDispatchMode):
-    """Mode in which torch's uninitialised tensors are zeros."""
+@contextmanager
+def zeroed_empty_tensors() -> Iterator[None]:
+    """Make torch's uninitialised tensors zeros inside the block.
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        return found.zero_() if func.overloadpacket in EMPTY_OPS else found
+    A dispatch mode would do the same, and import torch's compiler for seconds.
+    """
+
+    def zeroed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, **named: function(*args, **named).zero_()
+
+    own = [(place, name, vars(place).get(name)) for place, name in EMPTY]
+    for place, name, _ in own:
+        setattr(place, name, zeroed(getattr(place, name)))
+    try:
+        yield
+    finally:
+        for place, name, before in own:
+            if before is None:
+                # inherited again
+                delattr(place, name)
+            else:
+                setattr(place, name, before)
 
 
 class Compiler:
     """Compiles what is neither prebuilt nor cached, in a process that is started for the first such kernel.
 
     compiled  names of the kernels that were compiled
-    begun     number of kernels that had to be compiled
+    begun     number of kernels of which anything had to be compiled
     """
 
     def __init__(self) -> None:
@@ -63,7 +85,9 @@ class Compiler:
         self._known.add(key)
         if (prebuilt := load_prebuilt(variant)) is not None:
             # its launcher depends on the version of Python
-            self._waiting.append(self._threads.submit(_with_launcher, prebuilt))
+            if not has_launcher(prebuilt.src, prebuilt.metadata):
+                self.begun += 1
+                self._waiting.append(self._threads.submit(_with_launcher, prebuilt))
             return
         if is_cached(variant):
             return
@@ -125,7 +149,7 @@ def compile_launches_ahead(compiler: Compiler) -> Iterator[list[str]]:
             known.add(launched[-1])
             compiler.add(variant_of(kernel, args, named, device))
 
-    with redirect_launches(receive), ZeroedEmptyTensors():
+    with redirect_launches(receive), zeroed_empty_tensors():
         yield launched
 
 

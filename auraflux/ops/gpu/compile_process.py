@@ -5,12 +5,14 @@ once and forks a worker per core; variants and results travel through its pipes.
 child of `multiprocessing`, which would run the main module of the caller again.
 """
 
+import hashlib
 import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
@@ -116,6 +118,20 @@ def build_launcher(source: Any, metadata: Any) -> None:
     # without a GPU there is no driver
     with suppress(RuntimeError, AttributeError):
         driver.active.launcher_cls(source, metadata)
+
+
+def has_launcher(source: Any, metadata: Any) -> bool:
+    """Return whether Triton's cache has the C function that launches a variant; also True where there is no GPU."""
+    from triton.backends.nvidia.driver import CudaDriver, make_launcher
+    from triton.runtime import driver
+    from triton.runtime.build import platform_key
+    from triton.runtime.cache import get_cache_manager
+
+    if not isinstance(driver._active, CudaDriver):
+        return True
+    code = make_launcher(source.constants, source.signature, getattr(metadata, "tensordesc_meta", None))
+    key = hashlib.sha256(f"{code}{platform_key()}".encode()).hexdigest()
+    return get_cache_manager(key).get_file(f"__triton_launcher{sysconfig.get_config_var('EXT_SUFFIX')}") is not None
 
 
 def _serve(workers: int, requests: IO[bytes], results: IO[bytes]) -> None:

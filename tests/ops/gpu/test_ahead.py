@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.ops.gpu.test_capture import output_of
 
@@ -78,3 +79,18 @@ def test_launches_are_compiled_once_and_cached_for_the_next_start(tmp_path: Path
     assert largest == 0, "a kernel that was not launched has left zeros"
     assert len(list(tmp_path.rglob("*.cubin"))) == 1
     assert second[0] == []
+
+
+def test_uninitialised_tensors_are_zeros_inside_the_block_only():
+    pytest.importorskip("auraflux.ops.gpu.ahead")
+    from auraflux.ops.gpu.ahead import EMPTY, zeroed_empty_tensors
+
+    before = [getattr(place, name) for place, name in EMPTY]
+    one = torch.ones(3)
+    with pytest.raises(KeyError), zeroed_empty_tensors():
+        made = [torch.empty(3), torch.empty_like(one), torch.empty_strided((3,), (1,)), one.new_empty(3)]
+        made.append(one.new_empty_strided((3,), (1,)))
+        assert all(each.eq(0).all() for each in made)
+        raise KeyError
+    assert [getattr(place, name) for place, name in EMPTY] == before
+    assert "new_empty" not in vars(torch.Tensor)
