@@ -19,7 +19,7 @@ from triton.backends.nvidia import compiler as nvidia_compiler
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import DependenciesFinder, JITFunction
 
 from auraflux.ops.gpu.device import launches_early
 from auraflux.ops.gpu.prebuilt import use_prebuilt
@@ -52,6 +52,24 @@ def _print(*text: Any) -> None:
 
 
 nvidia_compiler.print = _print
+
+
+def _hash_callees_first() -> None:
+    """Make the key of a kernel in Triton's cache the same in all processes.
+
+    Triton takes over the globals that a called function uses before it has looked for them, if it has not hashed that function
+    earlier: the key of a kernel would depend on the kernels that were launched before it.
+    """
+    update = DependenciesFinder._update_hash
+
+    def hashed_first(self: DependenciesFinder, func: Any) -> None:
+        _ = func.cache_key
+        update(self, func)
+
+    DependenciesFinder._update_hash = hashed_first
+
+
+_hash_callees_first()
 
 
 def supported_options(named: dict[str, Any]) -> dict[str, Any]:
