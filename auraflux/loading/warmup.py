@@ -11,7 +11,7 @@ from torch import Tensor
 from auraflux.engine.engine import DECODE_SIZES, PREFILL_SIZES
 from auraflux.loading.language_model import LanguageModel
 from auraflux.progress import Report
-from auraflux.scheduler.prefill_budget import TOGETHER
+from auraflux.scheduler.budget.prefill_budget import TOGETHER
 
 if TYPE_CHECKING:
     from auraflux.ops.gpu.ahead import Compiler

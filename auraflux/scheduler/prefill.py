@@ -6,7 +6,7 @@ from torch import Tensor
 
 from auraflux.cache.prefix.prefix_cache import PrefixCache
 from auraflux.engine.engine import Engine, padded_batch_size
-from auraflux.scheduler.prefill_budget import PrefillBudget
+from auraflux.scheduler.budget.prefill_budget import PrefillBudget
 from auraflux.scheduler.prompt_logprobs import score_prompt
 from auraflux.scheduler.sequence import Sequence
 from auraflux.speculative.speculation import Speculation

@@ -107,4 +107,3 @@ def test_uninitialised_tensors_are_zeros_inside_the_block_only():
         made.append(one.new_empty_strided((3,), (1,)))
     assert all(each.eq(0).all() for each in made)
     assert [getattr(place, name) for place, name in EMPTY] == before
-    assert "new_empty" not in vars(torch.Tensor)

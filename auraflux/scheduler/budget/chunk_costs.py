@@ -1,4 +1,4 @@
-"""`StepCosts`: measured times of mixed batches, from which the size of the next prefill chunk follows.
+"""`ChunkCosts`: measured times of mixed batches, from which the size of the next prefill chunk follows.
 
 A chunk joins a decode step (`Engine.decode_mixed`) in one of few sizes, so that each size can be measured under load. What a
 chunk costs depends on the model: a mixture's experts are all read for a small chunk too, a dense model's time grows with it.
@@ -19,7 +19,7 @@ SAMPLES = 7  # kept of each size
 TRUSTED = 3  # samples from which on a size counts as measured: the first may have captured a graph
 
 
-class StepCosts:
+class ChunkCosts:
     """Times of steps by the number of decoding sequences, padded, and of prompt tokens.
 
     lag  a step's tokens reach the host while the next step runs, so the time until the next tokens is that of the next step

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from auraflux.engine.engine import padded_batch_size
-from auraflux.scheduler.latency_target import LatencyTarget
-from auraflux.scheduler.step_costs import StepCosts
+from auraflux.scheduler.budget.chunk_costs import ChunkCosts
+from auraflux.scheduler.budget.latency_target import LatencyTarget
 
 # on a CPU, prefill delays decode by at most PAUSE_S as far as LEAST tokens allow; a chunk is worth at least WORTH_S, since
 # every prefill step costs its Python, 18 ms for 30 layers
@@ -34,7 +34,7 @@ class PrefillBudget:
     def __init__(self, chunk: int, device: str = "cpu", target_itl_s: float | None = None):
         self.chunk, self.device = chunk, device
         self.target = None if target_itl_s is None else LatencyTarget(target_itl_s, min(LEAST[device], chunk), chunk)
-        self.costs = StepCosts(lag=device == "cuda")
+        self.costs = ChunkCosts(lag=device == "cuda")
         self._rate: float | None = None
         # of steps of several chunks
         self._step_rate: float | None = None

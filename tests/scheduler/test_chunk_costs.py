@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from auraflux.scheduler import step_costs
-from auraflux.scheduler.prefill_budget import PrefillBudget
-from auraflux.scheduler.step_costs import TRUSTED, StepCosts
+from auraflux.scheduler.budget import chunk_costs
+from auraflux.scheduler.budget.chunk_costs import TRUSTED, ChunkCosts
+from auraflux.scheduler.budget.prefill_budget import PrefillBudget
 
 SIZES = [96, 224, 480, 992]
 # of a mixture and of a dense model, 32 sequences, as measured on an H200 (bench/notebook/serving.md)
@@ -17,9 +17,9 @@ DENSE = {0: 0.0033, 96: 0.0067, 224: 0.0090, 480: 0.0151, 992: 0.0262}
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now, self._launched = 0.0, 0
-        monkeypatch.setattr(step_costs.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(chunk_costs.time, "perf_counter", lambda: self.now)
 
-    def run(self, costs: StepCosts, seconds: Callable[[int], float], sizes: list[int]) -> None:
+    def run(self, costs: ChunkCosts, seconds: Callable[[int], float], sizes: list[int]) -> None:
         """Run steps whose tokens reach the host one step later."""
         for size in sizes:
             costs.plan(32, size)
@@ -33,8 +33,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def measured(clock: Clock, table: dict[int, float], sizes: list[int]) -> StepCosts:
-    costs = StepCosts(lag=True)
+def measured(clock: Clock, table: dict[int, float], sizes: list[int]) -> ChunkCosts:
+    costs = ChunkCosts(lag=True)
     for size in sizes:
         clock.run(costs, table.__getitem__, [size] * (TRUSTED + 2))
     return costs
@@ -50,7 +50,7 @@ def settle(clock: Clock, table: dict[int, float], target_s: float | None) -> int
 
 
 def test_a_step_is_timed_when_its_tokens_arrive(clock: Clock):
-    costs = StepCosts(lag=True)
+    costs = ChunkCosts(lag=True)
     clock.run(costs, MIXTURE.__getitem__, [0, 480] * 8)
     assert costs.seconds(32, 480) == pytest.approx(MIXTURE[480])
     assert costs.seconds(32, 0) == pytest.approx(MIXTURE[0])
@@ -58,7 +58,7 @@ def test_a_step_is_timed_when_its_tokens_arrive(clock: Clock):
 
 
 def test_nothing_is_chosen_before_a_step_was_measured(clock: Clock):
-    assert StepCosts(lag=True).choose(32, SIZES, 0.02) is None
+    assert ChunkCosts(lag=True).choose(32, SIZES, 0.02) is None
 
 
 @pytest.mark.parametrize(("target_ms", "size"), [(10, 96), (14, 224), (18, 480), (25, 992)])
