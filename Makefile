@@ -11,7 +11,7 @@ QUESTION ?= How do plants make food? Answer in two sentences.
 # hundreds of processes import the same modules: what one has compiled, the others read
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --quiet --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: install dev demo test test-all fuzz fuzz-coverage faults check fix bench cycles overhead docs table wheel clean
+.PHONY: install dev demo test test-all fuzz fuzz-coverage faults check fix bench cycles overhead docs table wheel wheel-cuda clean
 
 # what running and serving need
 install: $(INSTALLED)
@@ -103,6 +103,11 @@ wheel: $(INSTALLED)
 	$(PIP) install -c constraints.txt build
 	$(BIN)/python -m build
 	$(BIN)/python -m wheels.build $(if $(LEVELS),--levels $(LEVELS)) dist
+
+# dist/auraflux_kernels_cuda-*.whl, on any machine with triton: CUDA kernels of some models for some GPUs, compiled for about a second
+# each by every core; GPUS=9.0 and SHAPES=llama-8b,qwen3-30b-a3b for fewer
+wheel-cuda: $(INSTALLED)
+	$(BIN)/python -m wheels.build_cuda $(if $(GPUS),--gpus $(GPUS)) $(if $(SHAPES),--shapes $(SHAPES)) dist
 
 # what building and testing leave behind; the environment stays
 clean:

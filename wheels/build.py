@@ -4,15 +4,11 @@ Each level is compiled by a process of its own, which has Numba compile for the 
 """
 
 import argparse
-import base64
 import gc
-import hashlib
 import os
 import subprocess
 import sys
 import tempfile
-import zipfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,19 +16,24 @@ from pathlib import Path
 import llvmlite
 import numba
 
-import auraflux
 from auraflux.machine import usable_cores
 from auraflux.ops.simd.compile.levels import LEVELS, Level
 from auraflux.ops.simd.compile.prebuilt import PACKAGE, Prebuilt, folder_name
 from auraflux.ops.simd.processor import machine
+from wheels.archive import ROOT, About, files_of, write_wheel
 
-ROOT = Path(__file__).parents[1]
-NAME = "auraflux-kernels-cpu"
 PYTHON = f"{sys.version_info[0]}{sys.version_info[1]}"
 # the oldest system that PyTorch's wheels run on; machine code of kernels asks for no more
 SYSTEM = "manylinux_2_28"
-DATE = (1980, 1, 1, 0, 0, 0)  # of all files, so that equal contents give equal wheels
-ABOUT = '"""Compiled CPU kernels of auraflux, a folder per processor level; read by auraflux/ops/simd/compile/prebuilt.py."""\n'
+ABOUT = About(
+    package=PACKAGE,
+    module="Compiled CPU kernels of auraflux, a folder per processor level; read by auraflux/ops/simd/compile/prebuilt.py.",
+    summary="Compiled CPU kernels of auraflux, for a first token without compiling",
+    tag=f"cp{PYTHON}-none-{SYSTEM}_{machine()}",
+    python=f"=={PYTHON[0]}.{PYTHON[1:]}.*",
+    # kernels of other versions would not be loaded
+    requires=(f"numba=={numba.__version__}", f"llvmlite=={llvmlite.__version__}"),
+)
 
 
 def main() -> None:
@@ -47,8 +48,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         with ThreadPoolExecutor(usable_cores()) as threads:
             list(threads.map(partial(_start, Path(made)), _chosen(given.levels)))
-        given.folder.mkdir(parents=True, exist_ok=True)
-        wheel = write_wheel(Path(made) / PACKAGE, given.folder)
+        wheel = write_wheel(ABOUT, files_of(Path(made) / PACKAGE, "*.kernel"), given.folder)
     print(f"{wheel}: {wheel.stat().st_size / 2**20:.1f} MiB")
 
 
@@ -87,42 +87,6 @@ def _compile(name: str, folder: Path) -> None:
     for kernel in dict.fromkeys(kernels()):
         kernel.compile()
     print(f"{name}: {sum(1 for _ in places.folder.iterdir())} kernels", flush=True)
-
-
-def write_wheel(package: Path, folder: Path) -> Path:
-    """Write a wheel of the compiled kernels."""
-    version = auraflux.__version__
-    stem, tag = f"{PACKAGE}-{version}", f"cp{PYTHON}-none-{SYSTEM}_{machine()}"
-    contents = {f"{PACKAGE}/__init__.py": ABOUT.encode(), f"{stem}.dist-info/licenses/LICENSE": (ROOT / "LICENSE").read_bytes()}
-    contents |= {f"{PACKAGE}/{path.relative_to(package)}": path.read_bytes() for path in sorted(package.rglob("*.kernel"))}
-    contents[f"{stem}.dist-info/METADATA"] = "\n".join([*_metadata(version), ""]).encode()
-    about = ["Wheel-Version: 1.0", "Generator: auraflux", "Root-Is-Purelib: true", f"Tag: {tag}", ""]
-    contents[f"{stem}.dist-info/WHEEL"] = "\n".join(about).encode()
-    record = f"{stem}.dist-info/RECORD"
-    contents[record] = "\n".join([*map(_recorded, contents.items()), f"{record},,", ""]).encode()
-    wheel = folder / f"{stem}-{tag}.whl"
-    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for name, content in contents.items():
-            entry = zipfile.ZipInfo(name, DATE)
-            entry.external_attr, entry.compress_type = 0o644 << 16, zipfile.ZIP_DEFLATED
-            archive.writestr(entry, content)
-    return wheel
-
-
-def _metadata(version: str) -> Iterator[str]:
-    yield from ("Metadata-Version: 2.4", f"Name: {NAME}", f"Version: {version}")
-    yield "Summary: Compiled CPU kernels of auraflux, for a first token without compiling"
-    yield from ("License-Expression: Apache-2.0", "License-File: LICENSE", f"Requires-Python: =={PYTHON[0]}.{PYTHON[1:]}.*")
-    # kernels of other versions would not be loaded
-    yield from (f"Requires-Dist: auraflux=={version}", f"Requires-Dist: numba=={numba.__version__}")
-    yield f"Requires-Dist: llvmlite=={llvmlite.__version__}"
-
-
-def _recorded(entry: tuple[str, bytes]) -> str:
-    """Return the line of a file in the wheel's RECORD."""
-    name, content = entry
-    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-    return f"{name},sha256={digest},{len(content)}"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from auraflux.bench.routing import RandomRouting, TracedRouting
 from auraflux.cache import Cache, CacheSettings
 from auraflux.engine import calibration
 from auraflux.engine.calibrate import FEW_TOKENS, calibrate_keys, random_tokens
-from auraflux.engine.device import activation_dtype, check_fp8, chunk_for, device_memory
+from auraflux.engine.device import activation_dtype, check_fp8, chunk_for, device_memory, preload_kernels
 from auraflux.engine.engine import Engine
 from auraflux.errors import FormatError, InputError
 from auraflux.loading.gpu_division import GpuDivision, GpuRequest, divide
@@ -223,6 +223,8 @@ def random_language(
         _check_trace(experts.routing, config)
     if numerics.fp8:
         check_fp8(device)
+    # as a checkpoint's weights are loaded
+    preload_kernels(device)
     dtype, settings = activation_dtype(device), settings.for_family(family_name(config)).for_device(device.type)
     sizes: dict[str, Any] = {"context": context, "sequences": sequences + 1, "dtype": dtype}
     sizes["chunk"] = chunk_for(device, numerics.invariant)
@@ -241,7 +243,7 @@ def random_language(
             pool.finish()
         if calibration.is_needed(calibrate, shapes, settings):
             tokens = random_tokens(FEW_TOKENS, model.config.vocab)
-            sizes["key_calibration"] = calibrate_keys(model, shapes, tokens, dtype, device)
+            sizes["key_calibration"] = calibrate_keys(model, shapes, tokens, dtype, device, ahead=pool is None)
         graphs = graphs and (pool is None or pool.pinned or pool.resident)
         engine = Engine(model, shapes, settings, **sizes, **numerics._asdict(), graphs=graphs, device=device)
     if pool is not None:

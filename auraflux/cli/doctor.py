@@ -43,6 +43,7 @@ FEATURES = {
     "aarch64": ("neon", "dotprod", "fullfp16", "bf16", "i8mm", "sve", "sve2"),
 }
 PREBUILT_ADVICE = "kernels are compiled on first use; the wheel auraflux-kernels-cpu has most of them, see docs/install.md"
+CUDA_ADVICE = "the first start compiles kernels; the wheel auraflux-kernels-cuda has many, see docs/install.md"
 SYMBOLS = {"ok": "[green]✓[/green]", "missing": "[red]✗[/red]", "optional": "[yellow]-[/yellow]"}
 
 
@@ -202,6 +203,20 @@ def _gpu() -> Iterator[Finding]:
         gpu = torch.cuda.get_device_properties(number)
         value = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
         yield Finding(f"gpu {number}", "ok", value)
+        yield _prebuilt_cuda(10 * gpu.major + gpu.minor)
+
+
+def _prebuilt_cuda(arch: int) -> Finding:
+    """Return which prebuilt kernels a GPU loads."""
+    name = f"prebuilt kernels, sm_{arch}"
+    try:
+        from auraflux.ops.gpu.prebuilt import installed_for
+    except ImportError as err:
+        return Finding(name, "optional", f"{err.name or 'triton'} is not installed, so no CUDA kernels run")
+    found = installed_for(arch)
+    if found is None:
+        return Finding(name, "optional", "none for this version, this Triton and this GPU", CUDA_ADVICE)
+    return Finding(name, "ok", str(found.folder))
 
 
 def _optional() -> Iterator[Finding]:

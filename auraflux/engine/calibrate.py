@@ -20,6 +20,7 @@ from auraflux.cache import AttentionShape, Batch, Cache, CacheSettings
 from auraflux.cache.batch import AttentionLayer, Rotation
 from auraflux.cache.key_calibration import KeyCalibration, ModelCalibration
 from auraflux.cache.layer_shapes import LayerContext
+from auraflux.engine.compile_ahead import compile_ahead
 from auraflux.engine.device import to_device
 from auraflux.engine.model_runner import ModelRunner
 from auraflux.ops.turboquant.calibration import BLOCK
@@ -51,11 +52,13 @@ def calibrate_keys(
     dtype: torch.dtype,
     device: torch.device | str,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    ahead: bool = False,
 ) -> ModelCalibration:
     """Run tokens through a model and return the key calibration of its attention layers.
 
     model     or the local layers of it; then all ranks call this at the same time
     progress  called with the number of calibrated layers and the total
+    ahead     compile a GPU's kernels before, by a run that launches none: one process has the whole model on the device
     """
     # layers after the last shape share the KV of earlier layers
     numbers = [number for number in model.span[: len(shapes)] if type(shapes[number]) is AttentionShape]
@@ -70,14 +73,25 @@ def calibrate_keys(
             _recorded(shape, model.layers[number - model.span.start].mixer, done) if number in numbers else shape
             for number, shape in enumerate(shapes)
         ]
-        count = len(tokens)
-        sizes: dict[str, Any] = {"context": count, "chunk": count, "local_layers": model.span}
-        cache = Cache(recorded, CacheSettings("none"), **sizes, dtype=dtype, device=device)
-        batch = cache.batch([cache.open()])
-        batch.extend([count])
-        # int8 activations give the same calibration in a third of the time, with kernels that are compiled already
-        ModelRunner(model, cache, exact=cache.device.type != "cpu").forward(to_device(tokens, cache.device), batch)
+
+        def run() -> None:
+            _run(model, recorded, tokens, dtype, device)
+
+        if ahead:
+            compile_ahead(run, torch.device(device))
+        run()
     return ModelCalibration(found)
+
+
+def _run(model: Any, shapes: list[Any], tokens: list[int], dtype: torch.dtype, device: torch.device | str) -> None:
+    """Run tokens through a model once, with an uncompressed cache."""
+    count = len(tokens)
+    sizes: dict[str, Any] = {"context": count, "chunk": count, "local_layers": model.span}
+    cache = Cache(shapes, CacheSettings("none"), **sizes, dtype=dtype, device=device)
+    batch = cache.batch([cache.open()])
+    batch.extend([count])
+    # int8 activations give the same calibration in a third of the time, with kernels that are compiled already
+    ModelRunner(model, cache, exact=cache.device.type != "cpu").forward(to_device(tokens, cache.device), batch)
 
 
 @dataclass(frozen=True)

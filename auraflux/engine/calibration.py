@@ -111,6 +111,7 @@ def load_or_calibrate(
     nbytes: int = 1,
     report: Report = lambda what, done, total: None,
     ranks: CalibrationRanks | None = None,
+    ahead: bool = False,
 ) -> ModelCalibration:
     """Return the calibration of a file, or with "auto" a cached or included one, or else measure and cache it.
 
@@ -118,6 +119,7 @@ def load_or_calibrate(
     count   tokens to run
     nbytes  of its weights, for the progress report
     ranks   that share the model; None for a single process
+    ahead   see `calibrate_keys`
     """
     ranks = ranks or SingleRank()
     name = weights_digest(ranks.gather(sample_weights(model, shapes)))
@@ -139,7 +141,11 @@ def load_or_calibrate(
     tokens = random_tokens(count, vocab, () if tokenizer is None else sorted(tokenizer.special_ids))
     ranks.broadcast_tokens(tokens)
     here = ranks.sliced(shapes)
-    found = calibrate_keys(model, here, tokens, dtype, device, lambda a, b: report("calibrating", nbytes * a // b, nbytes))
+
+    def progress(layers: int, total: int) -> None:
+        report("calibrating", nbytes * layers // total, nbytes)
+
+    found = calibrate_keys(model, here, tokens, dtype, device, progress, ahead)
     found = ranks.merge(found)
     if (failure := _cache(cached, found, facts)) is not None:
         log.warning("the key calibration was not cached, so every run repeats it: %s", failure)

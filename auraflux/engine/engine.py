@@ -276,13 +276,17 @@ class Engine:
         counts = {min(count, parallel - 1) for count in DECODE_SIZES if count <= padded_batch_size(parallel - 1)}
         return sorted(count for count in counts if self.mixed_chunk_sizes(count))
 
-    def warm_up_mixed(self, count: int, times: int = 2) -> None:
-        """Run all mixed batches of this many decoding sequences; the first run compiles kernels, the second captures graphs."""
+    def warm_up_mixed(self, count: int, size: int | None = None, times: int = 2) -> None:
+        """Run mixed batches of this many decoding sequences; the first run compiles kernels, the second captures graphs.
+
+        size  of the prefill chunk; None for all sizes
+        """
         *decoding, prefilling = sequences = [self.cache.open() for _ in range(count + 1)]
         try:
             batch = self.decode_batch(decoding)
-            for size in (size for size in self.mixed_chunk_sizes(count) for _ in range(times)):
-                self.decode_mixed(batch, [0] * count, prefilling, [0] * size)
+            sizes = self.mixed_chunk_sizes(count) if size is None else [size]
+            for chunk in (chunk for chunk in sizes for _ in range(times)):
+                self.decode_mixed(batch, [0] * count, prefilling, [0] * chunk)
         finally:
             for sequence in sequences:
                 sequence.close()

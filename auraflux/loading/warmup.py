@@ -4,14 +4,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from auraflux.engine.engine import DECODE_SIZES, PREFILL_SIZES
 from auraflux.loading.language_model import LanguageModel
 from auraflux.progress import Report
-from auraflux.scheduler.prefill_budget import TOGETHER
+from auraflux.scheduler.budget.prefill_budget import TOGETHER
+
+if TYPE_CHECKING:
+    from auraflux.ops.gpu.ahead import Compiler
 
 log = logging.getLogger("auraflux")
 
@@ -33,30 +36,56 @@ class WarmupBatch(NamedTuple):
     shared: bool = False
 
 
+class Warmup:
+    """The steps that requests usually run, in parts; each part records the CUDA graphs of some.
+
+    batches  of prompts
+    counts   of decoding sequences in mixed batches
+    """
+
+    def __init__(self, loaded: LanguageModel):
+        self.loaded = loaded
+        self.batches = _fitting(loaded, standard_batches(loaded))
+        self.counts = loaded.engine.mixed_batch_counts(loaded.scheduler.max_sequences)
+
+    @property
+    def in_background(self) -> bool:
+        """Return whether some parts may wait until no request runs: a GPU's steps run without graphs until then."""
+        return bool(self.batches) and compiles_ahead(self.loaded)
+
+    def run(self, report: Report, parts: int | None = None) -> None:
+        """Compile all kernels, and run the first parts; None for all parts."""
+        loaded, total = self.loaded, len(self.batches) + len(self.counts)
+        compile_ahead(loaded, self.batches, self.counts, report)
+        for done, batch in enumerate(self.batches[:parts]):
+            report(f"warming up: batch of {batch.sequences}", done, total)
+            _run(loaded, batch, DECODED)
+        for done, sequences in enumerate(self.counts if parts is None else (), len(self.batches)):
+            report(f"warming up: mixed batch of {sequences}", done, total)
+            loaded.engine.warm_up_mixed(sequences)
+        loaded.scheduler.counts.reset()
+        if loaded.scheduler.speculation is not None:
+            loaded.scheduler.speculation.reset_counts()
+
+
 def warm_up(loaded: LanguageModel, report: Report) -> None:
     """Compile kernels and record graphs of all usual steps."""
-    scheduler, engine = loaded.scheduler, loaded.engine
-    batches, counts = _fitting(loaded, standard_batches(loaded)), engine.mixed_batch_counts(scheduler.max_sequences)
-    compile_ahead(loaded, batches, counts, report)
-    for done, batch in enumerate(batches):
-        report(f"warming up: batch of {batch.sequences}", done, len(batches) + len(counts))
-        _run(loaded, batch, DECODED)
-    for done, sequences in enumerate(counts, len(batches)):
-        report(f"warming up: mixed batch of {sequences}", done, len(batches) + len(counts))
-        engine.warm_up_mixed(sequences)
-    scheduler.counts.reset()
-    if scheduler.speculation is not None:
-        scheduler.speculation.reset_counts()
+    Warmup(loaded).run(report)
+
+
+def compiles_ahead(loaded: LanguageModel) -> bool:
+    """Return whether a dry run finds the kernels of a model's steps: those of a GPU, in a single process."""
+    engine = loaded.engine
+    if engine.cache.bidirectional:
+        # few kernels, and torch's attention
+        return False
+    # other ranks would have to join every step, and offloaded experts would be read from disk
+    return engine.graphs.runs_ahead and loaded.experts is None and loaded.scheduler.speculation is None
 
 
 def compile_ahead(loaded: LanguageModel, batches: list[WarmupBatch], counts: list[int], report: Report) -> None:
     """Compile the kernels of a GPU's steps on all cores; running the steps would compile them one by one."""
-    engine = loaded.engine
-    if engine.cache.bidirectional:
-        # few kernels, and torch's attention
-        return
-    # other ranks would have to join every step, and offloaded experts would be read from disk
-    if not batches or not engine.graphs.runs_ahead or loaded.experts is not None or loaded.scheduler.speculation is not None:
+    if not batches or not compiles_ahead(loaded):
         return
     try:
         from auraflux.ops.gpu import ahead
@@ -65,39 +94,62 @@ def compile_ahead(loaded: LanguageModel, batches: list[WarmupBatch], counts: lis
         return
     if not ahead.is_supported():
         return
-    began, batches = time.perf_counter(), list(dict.fromkeys([*batches, *_fitting(loaded, packed_prefills(engine.chunk))]))
-    with engine.graphs.disabled(), ahead.record_compilations() as fresh:
+    began, engine = time.perf_counter(), loaded.engine
+    with engine.graphs.disabled(), ahead.compiler() as compiler:
         try:
-            _dry_run(loaded, batches, counts, fresh, report)
+            _dry_run(loaded, _dry_batches(loaded, batches), counts, compiler, report)
         except Exception as err:
             log.warning("compiling kernels one by one: %s", err)
-    if fresh:
-        log.info("compiled %d kernels in %.0f s; cached for the next start", len(fresh), time.perf_counter() - began)
+    if compiler.compiled:
+        took_s = time.perf_counter() - began
+        log.info("compiled %d kernels in %.0f s; cached for the next start", len(compiler.compiled), took_s)
 
 
-def _dry_run(loaded: LanguageModel, batches: list[WarmupBatch], counts: list[int], fresh: list[str], report: Report) -> None:
-    """Run steps without launching kernels, to compile them; stop after the first if `fresh` shows that all were cached."""
+def _dry_batches(loaded: LanguageModel, batches: list[WarmupBatch]) -> list[WarmupBatch]:
+    """Return the batches that launch all kernels; the longest prompt first.
+
+    Short prompts launch the same kernels in layers with and without a sliding window.
+    """
+    packed = _fitting(loaded, packed_prefills(loaded.engine.chunk))
+    return sorted(dict.fromkeys([*batches, *packed]), key=lambda batch: (batch.sequences, -batch.tokens))
+
+
+def launch_usual_steps(loaded: LanguageModel) -> None:
+    """Run all steps that the dry run runs, with all layers."""
+    warmup = Warmup(loaded)
+    with loaded.engine.graphs.disabled():
+        for batch in _dry_batches(loaded, warmup.batches):
+            _run(loaded, batch, DRY_RUN_DECODED)
+        for sequences in warmup.counts:
+            loaded.engine.warm_up_mixed(sequences, times=1)
+
+
+def _dry_run(
+    loaded: LanguageModel, batches: list[WarmupBatch], counts: list[int], compiler: "Compiler", report: Report
+) -> None:
+    """Run steps without launching kernels, to compile them; stop after the first if all of its kernels were cached."""
     from auraflux.ops.gpu.ahead import compile_launches_ahead
 
     def progress(done: int, total: int) -> None:
         report("compiling kernels", done, total)
 
     model: Any = loaded.engine.model
-    # the longest prompt first: short ones launch the same kernels in layers with and without a sliding window
-    first, *others = sorted(batches, key=lambda batch: (batch.sequences, -batch.tokens))
-    with compile_launches_ahead(progress) as launched:
+    first, *others = batches
+    with compile_launches_ahead(compiler) as launched:
         recorded = [RecordedLayer(layer, launched) for layer in model.layers]
         with _layers(model, recorded):
             _run(loaded, first, DRY_RUN_DECODED)
-    if not fresh:
+    if not compiler.begun:
         return
-    with compile_launches_ahead(progress), _layers(model, one_layer_per_kind(recorded)):
+    # the kernels of the first are compiled meanwhile
+    with compile_launches_ahead(compiler), _layers(model, one_layer_per_kind(recorded)):
         for done, batch in enumerate(others):
             report("finding kernels", done, len(others) + len(counts))
             _run(loaded, batch, DRY_RUN_DECODED)
         for done, sequences in enumerate(counts, len(others)):
             report("finding kernels", done, len(others) + len(counts))
             loaded.engine.warm_up_mixed(sequences, times=1)
+    compiler.wait(progress)
 
 
 class RecordedLayer:
@@ -174,8 +226,13 @@ def _fitting(loaded: LanguageModel, batches: list[WarmupBatch]) -> list[WarmupBa
     return [batch for batch in batches if batch.sequences <= limit and batch.tokens <= room]
 
 
+def prompts_of(batch: WarmupBatch) -> list[list[int]]:
+    """Return the prompts of a batch."""
+    return [[0 if batch.shared else number] * batch.tokens for number in range(batch.sequences)]
+
+
 def _run(loaded: LanguageModel, batch: WarmupBatch, decoded: int) -> None:
-    prompts = [[0 if batch.shared else number] * batch.tokens for number in range(batch.sequences)]
+    prompts = prompts_of(batch)
     if loaded.engine.cache.bidirectional:
         loaded.embed(prompts)
         return

@@ -5,8 +5,8 @@ from itertools import accumulate
 from torch import Tensor
 
 from auraflux.cache.prefix.prefix_cache import PrefixCache
-from auraflux.engine.engine import Engine
-from auraflux.scheduler.prefill_budget import PrefillBudget
+from auraflux.engine.engine import Engine, padded_batch_size
+from auraflux.scheduler.budget.prefill_budget import PrefillBudget
 from auraflux.scheduler.prompt_logprobs import score_prompt
 from auraflux.scheduler.sequence import Sequence
 from auraflux.speculative.speculation import Speculation
@@ -34,21 +34,33 @@ class PrefillRunner:
         """
         prefilling = [sequence for sequence in running if sequence.uncomputed > 0 and sequence.next_chunk]
         if not prefilling:
+            if while_decoding:
+                self.budget.costs.plan(padded_batch_size(len(running)), 0)
             return []
         if self.engine.cache.bidirectional:
             return [self._whole_prompts(prefilling)]
         decoding = len(running) - len(prefilling) if while_decoding else 0
-        budget = self.budget.tokens(sum(sequence.uncomputed for sequence in prefilling), len(prefilling), decoding)
-        one = self.speculation is None and bool(self.engine.mixed_chunk_sizes(decoding))
+        sizes = self.engine.mixed_chunk_sizes(decoding) if self.speculation is None else []
+        uncomputed, one = sum(sequence.uncomputed for sequence in prefilling), bool(sizes)
+        budget = self.budget.tokens(uncomputed, len(prefilling), decoding, sizes)
         if decoding == 0 and not ahead:
             budget = max(budget, self.budget.several_chunks(self._most_tokens(prefilling)))
         shares = self.budget.split([sequence.next_chunk for sequence in prefilling], budget, one)
-        if self.budget.target is not None and decoding:
-            self.budget.target.plan(sum(shares))
+        if decoding:
+            self._plan(sum(shares), decoding, sizes)
         chunks = [(sequence, sequence.whole_images(share)) for sequence, share in zip(prefilling, shares, strict=True) if share]
         total = sum(count for _, count in chunks)
         separate = total > max(budget, self.engine.chunk) or self.engine.prefers_separate_steps(total)
         return [[each] for each in chunks] if separate else [chunks]
+
+    def _plan(self, tokens: int, decoding: int, sizes: list[int]) -> None:
+        """Note which step prompt tokens are computed in, so that its time is measured."""
+        if self.budget.target is not None:
+            self.budget.target.plan(tokens)
+        # a chunk is padded to a size
+        size = next((size for size in sizes if size >= tokens), None)
+        if size is not None:
+            self.budget.costs.plan(padded_batch_size(decoding), size)
 
     def _most_tokens(self, prefilling: list[Sequence]) -> int:
         """Return the most tokens of a step while nothing decodes."""
@@ -77,6 +89,7 @@ class PrefillRunner:
 
     def decoded(self) -> None:
         """Note the end of a decode step."""
+        self.budget.costs.decoded()
         if self.budget.target is not None:
             self.budget.target.decoded()
 

@@ -2,13 +2,16 @@
 
 import json
 from importlib import import_module
+from types import SimpleNamespace
 
+import torch
 from click.testing import CliRunner
 
 from auraflux import machine
 from auraflux.bench.gpu.run import gpu_cases
 from auraflux.bench.ops import bench_cases
 from auraflux.cli import main
+from auraflux.cli.doctor import _gpu
 from auraflux.cli.output import machine_report
 from auraflux.cli.output.machine_report import CPU_CASES, GPU_CASES, named
 from auraflux.ops.simd.threads import thread_pool
@@ -26,6 +29,16 @@ def test_json_holds_every_section():
     assert int(found["machine"]["cores"]["value"]) >= 1
     assert found["packages"]["torch"]["state"] == "ok"
     assert {"cpu features", "instructions", "threads", "prebuilt kernels", "compiled kernels"} == set(found["kernels"])
+
+
+def test_the_kernels_of_a_gpu_are_looked_for(monkeypatch):
+    gpu = SimpleNamespace(name="NVIDIA H200", total_memory=2**37, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: gpu)
+    found = {one.name: one for one in _gpu()}
+    assert found["gpu 0"].value == "NVIDIA H200, 128 GiB, compute capability 9.0"
+    assert found["prebuilt kernels, sm_90"].state == "optional"
 
 
 def test_the_table_shows_the_state_of_each_line():

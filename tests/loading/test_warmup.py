@@ -57,7 +57,7 @@ class Stub:
         monkeypatch.setattr(GraphRunner, "runs_ahead", True)
         monkeypatch.setattr("auraflux.ops.gpu.ahead.is_supported", lambda: True)
         monkeypatch.setattr("auraflux.ops.gpu.ahead.compile_launches_ahead", self.compile_launches_ahead)
-        monkeypatch.setattr("auraflux.ops.gpu.ahead.record_compilations", self.record_compilations)
+        monkeypatch.setattr("auraflux.ops.gpu.ahead.compiler", self.compiler)
         monkeypatch.setattr(Layer, "__call__", lambda layer, *args: self.record(layer) or called(layer, *args))
 
     def record(self, layer: Layer) -> None:
@@ -65,16 +65,15 @@ class Stub:
             self.steps[-1].append(f"{type(layer.mixer).__name__} {type(layer.mlp).__name__}")
 
     @contextmanager
-    def compile_launches_ahead(self, report) -> Iterator[list[str]]:
+    def compile_launches_ahead(self, compiler: SimpleNamespace) -> Iterator[list[str]]:
         self.steps.append([])
         self._inside = True
         yield self.steps[-1]
         self._inside = False
-        report(0, 1)
 
     @contextmanager
-    def record_compilations(self) -> Iterator[list[str]]:
-        yield list(self.fresh)
+    def compiler(self) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(compiled=list(self.fresh), begun=len(self.fresh), wait=lambda report: report(0, 1))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_moe", "gpt_oss", "deepseek_v3", "gemma4_moe"])

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from auraflux.scheduler import latency_target
-from auraflux.scheduler.latency_target import LatencyTarget
-from auraflux.scheduler.prefill_budget import LEAST, PrefillBudget
+from auraflux.scheduler.budget import latency_target
+from auraflux.scheduler.budget.latency_target import LatencyTarget
+from auraflux.scheduler.budget.prefill_budget import LEAST, PrefillBudget
 
 
 class Machine:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from auraflux.scheduler import prefill_budget
-from auraflux.scheduler.prefill_budget import PrefillBudget
+from auraflux.scheduler.budget import prefill_budget
+from auraflux.scheduler.budget.prefill_budget import PrefillBudget
 
 QUICK = settings(max_examples=200, deadline=None, derandomize=True)
 

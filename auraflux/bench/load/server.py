@@ -74,7 +74,8 @@ def usable_vocab(served: Served) -> int:
 def started(words: list[str], api_key: str | None, progress: Progress) -> Iterator[Target]:
     """Run `auraflux serve` with the given options on a free port until the block ends."""
     port = _free_port()
-    command = [*COMMAND, *words, "--host", HOST, "--port", str(port)]
+    # what is measured is a server that has warmed up
+    command = [*COMMAND, *words, "--full-warm-up", "--host", HOST, "--port", str(port)]
     target = Target(HOST, port, api_key=api_key)
     with tempfile.TemporaryFile() as log:
         # in its own session: only this process receives Ctrl-C, and ends the server in order

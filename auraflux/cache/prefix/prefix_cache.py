@@ -166,6 +166,15 @@ class PrefixCache:
         for entry in list(self._entries):
             self._drop(entry)
 
+    def entries(self) -> set[PrefixEntry]:
+        """Return all entries that are not live."""
+        return set(self._entries)
+
+    def keep_only(self, entries: set[PrefixEntry]) -> None:
+        """Drop all other entries that are not live."""
+        for entry in [each for each in self._entries if each not in entries]:
+            self._drop(entry)
+
     def _drop(self, entry: PrefixEntry) -> None:
         self.remove(entry)
         entry.sequence.close()

@@ -62,6 +62,11 @@ SERVING = [
     ),
     click.option("--ollama", is_flag=True, is_eager=True, help="Listen on Ollama's port, where its clients look."),
     click.option("--manage-models", is_flag=True, help="Let clients download and delete models through Ollama's API."),
+    click.option(
+        "--full-warm-up",
+        is_flag=True,
+        help="On a GPU, be ready only once all usual steps run as CUDA graphs; by default most of that goes on while idle.",
+    ),
     click.option("--name", metavar="TEXT", help="Model name in the API; by default the name of its folder or file."),
     click.option(
         "--api-key", metavar="KEY", envvar=KEY_VARIABLE, help=f"API key that clients must send; also from ${KEY_VARIABLE}."

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from auraflux.progress import Report
     from auraflux.serve.transport.model_process import ModelProcess
 
+FIRST_PARTS = 2  # of the warm-up, before a server is ready: a short prompt, with the graphs of its steps
+
 
 def open_model_process(
     model: str | None, connection: Connection, chosen: dict[str, Any], announce: Callable[[], None] = lambda: None
@@ -20,7 +22,8 @@ def open_model_process(
 
     announce  called repeatedly once all checks before loading weights have passed
     """
-    from auraflux.loading.warmup import warm_up
+    from auraflux.loading.background_warmup import BackgroundWarmup
+    from auraflux.loading.warmup import Warmup
     from auraflux.progress import on_terminal
     from auraflux.serve.transport.model_process import ModelProcess, facts_of
 
@@ -33,8 +36,13 @@ def open_model_process(
         loaded = _load(model, chosen, report)
         announce()
         facts = facts_of(loaded, chosen["name"])
-        warm_up(loaded, draw)
-    return ModelProcess(loaded, connection, facts, chosen["restart"])
+        warmup, rest = Warmup(loaded), None
+        if warmup.in_background and not chosen.get("full_warm_up"):
+            warmup.run(draw, FIRST_PARTS)
+            rest = BackgroundWarmup(warmup, FIRST_PARTS)
+        else:
+            warmup.run(draw)
+    return ModelProcess(loaded, connection, facts, chosen["restart"], rest)
 
 
 def _load(model: str | None, chosen: dict[str, Any], report: "Report") -> "LanguageModel":

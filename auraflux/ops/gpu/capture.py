@@ -11,7 +11,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
 from triton.runtime import driver
 
 from auraflux.ops._cases import Case, in_row_layout
@@ -80,6 +82,23 @@ class KernelVariant:
         module, _, name = self.kernel.partition(":")
         return getattr(importlib.import_module(module), name)
 
+    def source(self) -> Any:
+        """Return the kernel with its types and constants, as Triton compiles it."""
+        from triton.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        kernel = self.find()
+        make = GluonASTSource if kernel.is_gluon() else ASTSource
+        return make(kernel, self.signature, self.constants, self.attributes)
+
+    def parsed_options(self) -> dict[str, Any]:
+        """Return all options, as Triton completes those of the launch."""
+        return dict(make_backend(self.target).parse_options(dict(self.options)).__dict__)
+
+    def compile(self) -> Any:
+        """Compile the variant, or find it in Triton's cache; without a GPU too."""
+        return triton.compile(self.source(), target=self.target, options=dict(self.options))
+
 
 def _leaves(kinds: Iterable[Any], place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
     """Yield the types of arguments with their positions, members of tuples one by one."""
@@ -111,11 +130,14 @@ class CompileOnly:
         return target_of(fake_capability() or HOPPER)
 
 
-def variant_of(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> KernelVariant:
-    """Return the variant that a launch means; every step is Triton's own, as in `JITFunction.run`."""
-    # Triton caches these per device: the target is the key of this one
-    capability = fake_capability() or HOPPER
-    *_, backend, binder = kernel.device_caches[target_of(capability)]
+def variant_of(kernel: Any, args: tuple[Any, ...], named: dict[str, Any], device: int | None = None) -> KernelVariant:
+    """Return the variant that a launch means; every step is Triton's own, as in `JITFunction.run`.
+
+    device  number of the GPU; None for the fake one
+    """
+    # Triton caches these per device: the target is the key of the fake one
+    *_, target, backend, binder = kernel.device_caches[target_of(fake_capability() or HOPPER) if device is None else device]
+    capability: Any = divmod(target.arch, 10)
     bound, specialization, options = binder(*args, **named)
     _, signature, constants, attributes = kernel._pack_args(backend, named, bound, specialization, options)
     name = f"{kernel.fn.__module__}:{kernel.fn.__name__}"

@@ -125,14 +125,7 @@ def compile_one(each: Wanted, instructions: bool = True) -> Report:
 
 
 def _compile(variant: KernelVariant, instructions: bool) -> tuple[int, int, int, int]:
-    import triton
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    kernel = variant.find()
-    make = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = make(kernel, variant.signature, variant.constants, variant.attributes)
-    made: Any = triton.compile(source, target=variant.target, options=dict(variant.options))
+    made = variant.compile()
     limit = SHARED_KB[variant.capability] << 10
     if made.metadata.shared > limit:
         raise ValueError(f"{made.metadata.shared} bytes of shared memory are needed; there are {limit}")

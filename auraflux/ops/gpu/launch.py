@@ -19,9 +19,10 @@ from triton.backends.nvidia import compiler as nvidia_compiler
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import DependenciesFinder, JITFunction
 
 from auraflux.ops.gpu.device import launches_early
+from auraflux.ops.gpu.prebuilt import use_prebuilt
 
 log = logging.getLogger("auraflux")
 
@@ -53,6 +54,24 @@ def _print(*text: Any) -> None:
 nvidia_compiler.print = _print
 
 
+def _hash_callees_first() -> None:
+    """Make the key of a kernel in Triton's cache the same in all processes.
+
+    Triton takes over the globals that a called function uses before it has looked for them, if it has not hashed that function
+    earlier: the key of a kernel would depend on the kernels that were launched before it.
+    """
+    update = DependenciesFinder._update_hash
+
+    def hashed_first(self: DependenciesFinder, func: Any) -> None:
+        _ = func.cache_key
+        update(self, func)
+
+    DependenciesFinder._update_hash = hashed_first
+
+
+_hash_callees_first()
+
+
 def supported_options(named: dict[str, Any]) -> dict[str, Any]:
     """Return a launch's arguments and options without programmatic dependent launch where the GPU has none."""
     if "launch_pdl" in named and not _launches_early():
@@ -71,7 +90,7 @@ class Launcher:
     """Launcher of one kernel, with a cache of calls."""
 
     def __init__(self, kernel: JITFunction):
-        self._run = kernel.run
+        self._run, self._use_prebuilt = kernel.run, partial(use_prebuilt, kernel)
         self._names = [param.name for param in kernel.params]
         self._places = set(self._names)
         self._constant = [param.is_constexpr for param in kernel.params]
@@ -89,6 +108,7 @@ class Launcher:
             # Triton launches, or raises
             return self._run(*args, grid=grid, warmup=False, **named)
         if known is None or _profiled():
+            self._use_prebuilt(device)
             compiled = self._run(*args, grid=grid, warmup=False, **named)
             if hasattr(compiled, "packed_metadata"):
                 self._remember(key, Launch(compiled, *_launch_function(compiled), retained))

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from auraflux.engine.request import Output, Request
 from auraflux.errors import AurafluxError, BackendError, RankError
+from auraflux.loading.background_warmup import BackgroundWarmup
 from auraflux.loading.language_model import LanguageModel
 from auraflux.scheduler.sequence import Sequence
 from auraflux.serve.transport.link import Gauges, ModelFacts
@@ -78,11 +79,21 @@ def _name_of(path: Path) -> str:
 
 
 class ModelProcess:
-    """Forwards requests to a model's scheduler, and its outputs to the HTTP process."""
+    """Forwards requests to a model's scheduler, and its outputs to the HTTP process.
 
-    def __init__(self, model: LanguageModel, connection: Connection, facts: ModelFacts, restart: bool = False):
+    warmup  of the model, which goes on while there are no requests; None if it is complete
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        connection: Connection,
+        facts: ModelFacts,
+        restart: bool = False,
+        warmup: BackgroundWarmup | None = None,
+    ):
         self.model, self.scheduler, self._connection = model, model.scheduler, connection
-        self.facts, self._restart = facts, restart
+        self.facts, self._restart, self._warmup = facts, restart, warmup
         self._sequences: dict[int, Sequence] = {}
         self._outputs: OutputBatch = []
         self._placements: SimpleQueue[None] = SimpleQueue()
@@ -98,16 +109,29 @@ class ModelProcess:
         """Run engine steps until the HTTP process has ended."""
         threading.Thread(target=self._listen, name="auraflux-requests", daemon=True).start()
         while not self._disconnected.is_set():
-            self.scheduler.wait_for_work(IDLE_S)
+            self.scheduler.wait_for_work(IDLE_S if self._warmup is None else 0)
             if not self.scheduler.idle:
                 with self.scheduler.exclusive():
                     self.scheduler.step()
             self._send_outputs()
+            self._warm_up()
             self._place_experts()
             try:
                 self.model.engine.check()
             except RankError as err:
                 self._recover(err)
+
+    def _warm_up(self) -> None:
+        """Go on with the warm-up while there are no requests; without it steps are only slower when they come first."""
+        if self._warmup is None:
+            return
+        try:
+            self._warmup.advance(idle=not self._sequences)
+        except Exception as err:
+            log.warning("the rest of the warm-up is left out: %s", err)
+            self._warmup = None
+        if self._warmup is not None and not self._warmup.active:
+            self._warmup = None
 
     def _place_experts(self) -> None:
         """Redistribute experts between two engine steps, once per request for it."""
@@ -172,6 +196,8 @@ class ModelProcess:
                     self.scheduler.cancel(sequence)
 
     def _submit(self, number: int, request: Request) -> None:
+        if (warmup := self._warmup) is not None:
+            warmup.interrupt()
         try:
             sequence = self._sequences[number] = self.scheduler.submit(request, partial(self._on_output, number))
         except Exception as err:

@@ -1,10 +1,12 @@
 """The prefill budget: how many prompt tokens each engine step computes, and of which sequences."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from auraflux.scheduler.latency_target import LatencyTarget
+from auraflux.engine.engine import padded_batch_size
+from auraflux.scheduler.budget.chunk_costs import ChunkCosts
+from auraflux.scheduler.budget.latency_target import LatencyTarget
 
 # on a CPU, prefill delays decode by at most PAUSE_S as far as LEAST tokens allow; a chunk is worth at least WORTH_S, since
 # every prefill step costs its Python, 18 ms for 30 layers
@@ -16,6 +18,8 @@ SPREAD = {"cpu": 16, "cuda": 8}  # steps over which pending prompts are spread w
 CROWD = 16  # decoding sequences on a GPU: LEAST tokens for every so many of them, while fewer prompts wait
 # of a step of several chunks, if two take less: a request that arrives meanwhile waits for its end
 STEP_S = 2.0
+# of a target latency: steps of one size differ by 2 % on a GPU
+MIXED_AIM = 0.95
 TOGETHER = 8  # prompts whose chunks share a step
 
 
@@ -30,24 +34,32 @@ class PrefillBudget:
     def __init__(self, chunk: int, device: str = "cpu", target_itl_s: float | None = None):
         self.chunk, self.device = chunk, device
         self.target = None if target_itl_s is None else LatencyTarget(target_itl_s, min(LEAST[device], chunk), chunk)
+        self.costs = ChunkCosts(lag=device == "cuda")
         self._rate: float | None = None
         # of steps of several chunks
         self._step_rate: float | None = None
         self._steps = 0
 
-    def tokens(self, uncomputed: int, prefilling: int, decoding: int) -> int:
+    def tokens(self, uncomputed: int, prefilling: int, decoding: int, sizes: Sequence[int] = ()) -> int:
         """Return the token budget of this step.
 
         uncomputed  pending prompt tokens of all sequences
         prefilling  sequences with pending prompt tokens
         decoding    sequences that decode in the same step
+        sizes       of prefill chunks that may join them in a mixed batch
         """
         if decoding == 0:
+            self.costs.pause()
             if self.target is not None:
                 self.target.pause()
             return self.chunk
+        target_s = None if self.target is None else MIXED_AIM * self.target.target_s
+        by_cost = self.costs.choose(padded_batch_size(decoding), sizes, target_s) if sizes else None
         if self.target is not None:
-            return self.target.tokens()
+            return self.target.tokens() if by_cost is None else by_cost
+        return max(by_cost or 0, self._by_constants(uncomputed, prefilling, decoding))
+
+    def _by_constants(self, uncomputed: int, prefilling: int, decoding: int) -> int:
         unit, most = LEAST[self.device], MOST[self.device]
         least = unit
         if self.device == "cuda" and prefilling < decoding:

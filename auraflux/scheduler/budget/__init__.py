@@ -1,0 +1,1 @@
+"""The prefill budget: prompt tokens that a step may take while sequences decode."""
