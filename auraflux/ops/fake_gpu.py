@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
+
 Capability = tuple[int, int]  # NVIDIA's compute capability
 AMPERE: Capability = (8, 0)
 HOPPER: Capability = (9, 0)
@@ -28,3 +30,8 @@ def use_fake_gpu(capability: Capability = HOPPER) -> Iterator[None]:
 def fake_capability() -> Capability | None:
     """Return the compute capability of the fake GPU, or None if there is none."""
     return _fake.get()
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Return whether ops on a device run CUDA kernels, or would on the fake GPU."""
+    return device.type == "cuda" or fake_capability() is not None

@@ -38,7 +38,7 @@ def test_every_op_of_every_shape_has_a_kernel(shape: str, backend: str):
 def test_calls_are_counted():
     decode = steps("qwen3-30b-a3b", "cuda")["decode"]
     calls = {use.op: use.calls for use in decode if use.op != "linear"}
-    layers = "add_norm_linears", "rope_append_codes", "turboquant_attention", "add_norm_scores", "mixture"
+    layers = "add_norm_linears", "rope_append_attention", "add_norm_scores", "mixture"
     assert calls == {"embed": 1, **dict.fromkeys(layers, 2), "rms_norm": 1}
     assert {use.shapes: use.calls for use in decode if use.op == "linear"} == {
         "x 1x4096, weight 2048x4096 of 4 bits": 2,
@@ -49,14 +49,17 @@ def test_calls_are_counted():
 def test_decode_and_prefill_use_different_kernels():
     found = steps("llama-8b", "cuda")
     decode, prompt = paths(found["decode"]), paths(found["prompt"])
-    assert decode["add_norm_gate_up"] == "matvec_int4"
+    assert decode["add_norm_gate_up"] == "matvec_int4_loop"
     assert prompt["add_norm_gate_up"] == "gemm_wgmma"
-    assert decode["turboquant_attention"] == "attend"
+    assert decode["rope_append_attention"] == "new token in attention"
+    assert prompt["rope_append_attention"] == (
+        "append, then attend (norm and RoPE first (full precision, then append (encode_prefill)), dequantized, then attention)"
+    )
 
 
 def test_user_settings_select_kernels():
     assert "attention" in paths(steps("llama-8b", "cuda", kv="none")["decode"])
-    assert paths(steps("llama-8b", "cuda", bits=4)["decode"])["linear"] == "matvec_int4"
+    assert paths(steps("llama-8b", "cuda", bits=4)["decode"])["linear"] == "matvec_int4_loop"
     assert paths(steps("llama-8b", "cuda", bits=8)["decode"])["linear"] in ("matvec_int8", "matvec_bits")
     exact, fast = (paths(steps("llama-8b", "cpu", exactly=exactly)["decode"])["linear"] for exactly in (True, False))
     tiles = " with AMX" if ISA.matrix_tiles else ""
@@ -66,7 +69,8 @@ def test_user_settings_select_kernels():
 @pytest.mark.parametrize(("backend", "tokens"), [("cpu", 3), ("cuda", 4)])
 def test_batches_are_padded_as_in_the_engine(backend: str, tokens: int):
     decode = steps("llama-8b", backend, batch=3)["decode"]
-    assert {use.shapes for use in decode if use.op == "turboquant_attention"} == {f"q {tokens}x32x128"}
+    name = "rope_append_attention" if backend == "cuda" else "turboquant_attention"
+    assert next(use.shapes for use in decode if use.op == name).startswith(f"q {tokens}x32x128")
 
 
 def test_long_prompt_ends_with_a_partial_chunk():

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Llama4ForCausalLM, Llama4TextConfig
+from transformers import Llama4Config, Llama4ForCausalLM, Llama4ForConditionalGeneration, Llama4TextConfig
 
 from auraflux.cache import CacheSettings
 from auraflux.engine.engine import Engine
@@ -103,3 +103,14 @@ def test_chunks_hold_whole_pages(tmp_path: Path):
     mine = loaded(save(llama4(attention_chunk_size=48), tmp_path))
     with pytest.raises(SettingsError, match="chunks of 48 tokens does not fit pages of 64: give a divisor of 48"):
         Engine(mine.model, mine.shapes, CacheSettings("none"), context=100)
+
+
+def test_the_text_part_of_a_model_that_sees(tmp_path: Path):
+    torch.manual_seed(0)
+    vision = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    vision |= {"patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+    text = SMALL | {"rope_parameters": SCOUT}
+    config = Llama4Config(text_config=text, vision_config=vision, boi_token_index=0, eoi_token_index=1, image_token_index=2)
+    model = sharpen_routers(Llama4ForConditionalGeneration(config), "router.weight")
+    ids = [3 + token % 200 for token in range(90)]
+    assert error(logits(save(model, tmp_path), ids), transformers_logits(model, ids)) < 1e-5

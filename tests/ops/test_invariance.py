@@ -18,6 +18,7 @@ from auraflux.ops import Adapters, LinearInput
 from auraflux.ops._cases import Args, Case, all_cases, in_row_layout, tensors
 from auraflux.ops._dispatch import Declined, exact
 from auraflux.ops.simd.threads import set_threads, threads
+from auraflux.ops.turboquant.reference_new_token import NormRope
 from tests.ops.quick import beyond, params
 
 ROWS = {
@@ -73,6 +74,7 @@ SEQUENCE_OPS = {
     **dict.fromkeys(("append_latent", "append_latent_codes"), ("latent", "k_rope")),
     **dict.fromkeys(("rope_append_latent", "rope_append_latent_codes"), ("q", "kv", "positions")),
     "rope_append_codes": ("q", "k", "v", "positions"),
+    "rope_append_attention": ("q", "k", "v", "rotation"),
     **dict.fromkeys(("gated_delta_prefill", "channel_delta"), ("q", "k", "v", "decay", "beta")),
     "selective_scan": ("xbc", "decay", "step"),
     **dict.fromkeys(("short_conv", "far_conv"), ("x",)),
@@ -92,6 +94,8 @@ def _row(value: Any, t: int) -> Any:
         return [_row(each, t) for each in value]
     if isinstance(value, LinearInput):
         return replace(value, x=_row(value.x, t), delta=_row(value.delta, t))
+    if isinstance(value, NormRope):
+        return replace(value, positions=_row(value.positions, t))
     if isinstance(value, Adapters):
         return replace(value, slots=_row(value.slots, t))
     return value[t : t + 1] if isinstance(value, Tensor) and value.dim() else value

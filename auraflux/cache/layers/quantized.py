@@ -10,6 +10,7 @@ from auraflux.cache.batch import AttentionLayer, Batch, Rotation
 from auraflux.cache.layers.dense import DenseLayer
 from auraflux.cache.pages import LayerGroup
 from auraflux.cache.settings import MAX_FULL_PRECISION
+from auraflux.ops.fake_gpu import is_gpu
 from auraflux.ops.turboquant.arrangement import arrangement_for
 from auraflux.ops.turboquant.calibration import Calibration
 from auraflux.ops.turboquant.full_precision import FullPrecisionKV
@@ -114,8 +115,9 @@ class QuantizedLayer(AttentionLayer):
         sinks: Tensor | None,
         softcap: float | None,
     ) -> Tensor:
-        """Append the new tokens and attend from them, in one op."""
-        if batch.positions.dim() == 2:
+        """Append the new tokens and attend from them, on a GPU in one op."""
+        # CPU kernels are recorded and replayed one by one
+        if batch.positions.dim() == 2 or not is_gpu(self.group.device):
             return super().rope_append_attend(batch, rows, rotation, norms, eps, scale, sinks, softcap)
         rotating = NormRope(rotation.frequencies, batch.positions, norms, eps, rotation.mscale, rotation.interleaved)
         options = AttentionOptions(scale, self.group.span, sinks, softcap, self.threshold, batch.ends(self.group))

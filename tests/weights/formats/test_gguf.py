@@ -258,7 +258,7 @@ def test_gemma3_metadata(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"architecture": "bert"}, "GGUF architecture 'bert' is not supported. Supported: llama, qwen2, qwen3"),
+        ({"architecture": "bert"}, "GGUF architecture 'bert' is not supported. Supported: llama, llama4, qwen2, qwen3"),
         ({"metadata": {"expert_count": 8}}, r"with experts \(Mixtral\) are not supported"),
         ({"metadata": {"rope.dimension_count": 16}}, "rotates 16 of 32 channels of a head"),
         ({"metadata": {"rope.scaling.type": "longrope"}}, "has rope scaling 'longrope'"),

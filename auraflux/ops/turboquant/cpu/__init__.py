@@ -22,7 +22,6 @@ from auraflux.ops.attention.reference_token_selection import TokenSelection
 from auraflux.ops.norm.cpu import rms_norm
 from auraflux.ops.rope.cpu import norm_rope, rope
 from auraflux.ops.simd.jit import as_float, like, threads, workspace
-from auraflux.ops.turboquant import reference_new_token
 from auraflux.ops.turboquant.codebook import Codebook
 from auraflux.ops.turboquant.cpu.append import launch_append
 from auraflux.ops.turboquant.cpu.attend import attend, finish, scratch_of, split_work
@@ -93,11 +92,6 @@ def rope_append_codes(
     q, k = norm_rope(q, k, inv_freq, positions, norms, eps, mscale, interleaved)
     append_codes(k, v, pages, starts)
     return q
-
-
-def rope_append_attention(*args: Any, **named: Any) -> Tensor:
-    # the two ops that it consists of, which have kernels
-    return reference_new_token.rope_append_attention.reference(*args, **named)
 
 
 def _check_rows(pages: CodePages) -> None:
