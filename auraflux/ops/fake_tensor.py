@@ -17,11 +17,6 @@ class FakeTensors(TorchDispatchMode):
     # results as meta tensors, by function and argument shapes: torch's shape inference is slow
     _shapes: ClassVar[dict[str, Any]] = {}
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # otherwise torch imports its compiler and calls it for every operation
-        return False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         named = kwargs or {}
         if func.is_view:
