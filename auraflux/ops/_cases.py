@@ -52,7 +52,10 @@ class Case:
 
     def args(self) -> Args:
         # torch.manual_seed also formats a stack trace, for a GPU that may come later
-        torch.default_generator.manual_seed(zlib.crc32(self.id.encode()))
+        seed = zlib.crc32(self.id.encode())
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
         return self.make()
 
 
