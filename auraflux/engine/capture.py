@@ -1,6 +1,5 @@
 """Capture of a step: as a CUDA graph on a GPU, as a list of kernel launches on a CPU."""
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +8,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from auraflux.garbage import no_garbage_collection
 
 NO_MEMORY = "the GPU has no memory for the graph"
 
@@ -42,20 +43,14 @@ class CudaGraph:
 
 
 @contextmanager
-def _without_gc() -> Iterator[None]:
-    """Disable garbage collection inside the block: a capture fails when a collected engine frees its graphs."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        with warnings.catch_warnings():
-            # from a step that refuses capture before its first launch
-            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-            # from calls before the capture that NCCL's watchdog has not seen complete
-            warnings.filterwarnings("ignore", "Waiting for pending NCCL work")
-            yield
-    finally:
-        if collects:
-            gc.enable()
+def _undisturbed() -> Iterator[None]:
+    """Disable garbage collection and warnings of a capture; it fails when a collected engine frees its graphs."""
+    with no_garbage_collection(), warnings.catch_warnings():
+        # from a step that refuses capture before its first launch
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+        # from calls before the capture that NCCL's watchdog has not seen complete
+        warnings.filterwarnings("ignore", "Waiting for pending NCCL work")
+        yield
 
 
 class CudaCapture:
@@ -72,7 +67,7 @@ class CudaCapture:
         graph, rejected = torch.cuda.CUDAGraph(), None
         try:
             # thread_local: other threads may copy to the device, and NCCL's watchdog queries events
-            with _without_gc(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with _undisturbed(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 result = work()
         except torch.OutOfMemoryError:
             self._agree(NO_MEMORY)

@@ -8,13 +8,14 @@ from auraflux.cache import CacheSettings
 from auraflux.cache.layer_shapes import is_bidirectional
 from auraflux.distributed.parallel import Parallel
 from auraflux.errors import SettingsError
+from auraflux.garbage import no_garbage_collection
 from auraflux.machine import return_free_memory
 from auraflux.models import family, family_name
 from auraflux.tokenizer.tokenizer import Tokenizer
 from auraflux.weights.fields import end_tokens, fields_of
 from auraflux.weights.file_watch import FileWatch
 from auraflux.weights.formats.checkpoint import open_checkpoint
-from auraflux.weights.formats.embedding import Embedding, read_embedding
+from auraflux.weights.formats.embedding import Embedding, gguf_embedding, read_embedding
 from auraflux.weights.formats.stored import Checkpoint
 
 
@@ -38,7 +39,9 @@ class ModelSource:
     mtp_shapes: list[Any]
     embedding: Embedding | None
 
+    # a vocabulary has a million objects
     @classmethod
+    @no_garbage_collection()
     def open(cls, path: Path, settings: CacheSettings, mtp: bool, ranks: Parallel | None) -> "ModelSource":
         """Open a model folder or a GGUF file; `mtp` if its MTP head drafts tokens."""
         checkpoint = open_checkpoint(path)
@@ -52,7 +55,9 @@ class ModelSource:
             # nothing is cached
             settings = CacheSettings("none", device=settings.device)
         mtp_shapes = _mtp_shapes(checkpoint, module, config, shapes, ranks) if mtp else []
-        return cls(checkpoint, watch, module, config, settings, shapes, mtp_shapes, read_embedding(path))
+        # a GGUF file's metadata, read again, takes half a second
+        embedding = read_embedding(path) if path.is_dir() else gguf_embedding(checkpoint.pooling_type)  # type: ignore[attr-defined]
+        return cls(checkpoint, watch, module, config, settings, shapes, mtp_shapes, embedding)
 
     @property
     def path(self) -> Path:
@@ -68,6 +73,7 @@ class ModelSource:
         names = None if self.mtp_shapes else self.module.Model.mtp_names(self.config)
         return () if names is None else names.prefixes
 
+    @no_garbage_collection()
     def take_tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer, once: a GGUF file's lists of tokens are then dropped, which take as much memory."""
         if self.path.is_dir():

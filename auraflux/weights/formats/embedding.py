@@ -82,12 +82,16 @@ def usable_embedding(embedding: Embedding | None, name: str) -> Embedding:
     return embedding
 
 
+def gguf_embedding(kind: Any) -> Embedding | None:
+    """Return how a GGUF file with this pooling type embeds."""
+    return Embedding(GGUF_POOLINGS[kind]) if type(kind) is int and kind in GGUF_POOLINGS else None
+
+
 def read_embedding(path: Path) -> Embedding | None:
     """Return how a model embeds; None for one whose files do not say."""
     config = check_files(path)
     if config is None:
-        kind = pooling_type(path)
-        return None if kind not in GGUF_POOLINGS else Embedding(GGUF_POOLINGS[kind])
+        return gguf_embedding(pooling_type(path))
     if not (path / "modules.json").is_file():
         return None
     modules = _modules(path)

@@ -64,6 +64,11 @@ class GGUFFile:
             reader.fields.clear()
         return ConfigFile(found, self.path)
 
+    @property
+    def pooling_type(self) -> int | None:
+        """Number of the pooling type; None for a model that is not one for embeddings."""
+        return self.metadata.get(f"{self.metadata.get('general.architecture')}.pooling_type")
+
     def drop_vocabulary(self) -> None:
         """Forget the lists of tokens, merges, scores and types."""
         for key in VOCABULARY:

@@ -116,7 +116,17 @@ def integer(least: int, most: int) -> Kind[int]:
 
 
 def number(least: float, most: float) -> Kind[float]:
-    return Kind(f"a number from {least:g} to {most:g}", lambda value: type(value) in (int, float) and least <= value <= most)
+    return Kind(
+        f"a number from {least:g} to {most:g}",
+        lambda value: type(value) in (int, float) and least <= value <= most,
+        # a sum with NaN is not equal to itself
+        lambda values: (
+            {*map(type, values)} in ({int}, {float})
+            and least <= min(values)
+            and max(values) <= most
+            and (total := sum(values)) == total
+        ),
+    )
 
 
 def string(most: int) -> Kind[str]:
