@@ -148,6 +148,9 @@ def same(found: Tensor, expected: Tensor) -> bool:
 
 def parted(case: Case, backend: str = "cpu") -> str | None:
     """Return the differences between rows computed together and alone."""
+    if backend == "cuda":
+        # arguments are seeded on a GPU only then
+        torch.cuda.init()
     with torch.device(backend):
         together, alone = (case.args() if backend == "cpu" else in_row_layout(case.args()) for _ in range(2))
         calls = list(single(case, alone))
