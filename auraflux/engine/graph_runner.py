@@ -98,8 +98,11 @@ class GraphRunner:
         self._embeddings: EmbeddingBuffers | None = None
         # token counts of steps that have run, with any index
         self._run_before: set[tuple[int, ...]] = set()
-        self._capture = CudaCapture(runner.agree_on_capture) if runner.device.type == "cuda" else record_launches
+        self._capture = self._new_capture()
         runner.reset_graphs = self.reset
+
+    def _new_capture(self) -> Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]:
+        return CudaCapture(self.runner.agree_on_capture) if self.runner.device.type == "cuda" else record_launches
 
     @property
     def supports_prefill(self) -> bool:
@@ -161,6 +164,8 @@ class GraphRunner:
         self._verify_steps.clear()
         self._mixed.clear()
         self._run_before.clear()
+        # torch refuses a memory pool without graphs while a result in it lives
+        self._capture = self._new_capture()
         self.refused, self.prefill_refused = self.runner.graph_refusal if self.enabled else SWITCHED_OFF, None
 
     @contextmanager

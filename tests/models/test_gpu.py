@@ -123,6 +123,20 @@ def test_asynchronous_steps_generate_the_same_tokens(
     assert found == [generate(eager, prompts, sampling)] * 2
 
 
+def test_steps_are_captured_again_after_a_reset(tmp_path: Path):
+    torch.manual_seed(0)
+    source = MODELS["qwen3_moe"]()
+    folder, ids = save(source, tmp_path), tokens(source, 3)
+    engine = engine_for(folder, "k8v4", "cuda", torch.bfloat16)
+    batch = engine.cache.batch([engine.cache.open()])
+    held = []  # results keep the memory of graphs that are gone
+    for _ in range(3):
+        held += [engine.decode(batch, [token]) for token in ids]
+        assert engine.graphs.refused is None
+        engine.graphs.reset()
+    assert all(each.isfinite().all() for each in held)
+
+
 CHUNK, CHUNKS, REST = 128, 5, 7
 # llama's heads are 16 wide here: no kernel quantizes them, and the reference cannot be captured
 LONG = [pair for pair in product(MODELS, ["none", "k8v4"]) if pair != ("llama", "k8v4")]
