@@ -217,6 +217,7 @@ LINEAR_CASES = [
         )
         for tokens, rows, width, bits, group in CODED
     ],
+    linear_case("bf16-one-token-many-rows", lambda: product(1, 2304, 4096, 4, dtype=BF16), tol=4e-3, slow=True),
     linear_case("bf16-one-token-widest", lambda: product(1, 8192, 16384, 4, dtype=BF16), tol=4e-3, slow=True),
     linear_case("bf16-one-token-bias", lambda: product(1, 64, 256, 4, dtype=BF16, bias=True), tol=4e-3),
     linear_case("bf16-some-tokens-bias", lambda: product(5, 64, 320, 6, dtype=BF16, bias=True), tol=4e-3),

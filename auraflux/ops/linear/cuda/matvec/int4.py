@@ -51,6 +51,7 @@ from auraflux.quant import QTensor
 MOST_WEIGHTS = 4  # per launch
 WIDEST = 16384  # inputs that fit the threads' registers
 WARPS, MANY_WARPS = 4, 16
+WHOLE = 4096  # inputs whose codes fit four half runs of each warp
 FEW_RUNS = 4  # runs of a warp below which a program takes several tiles of rows
 LEAST_PROGRAMS = 384  # programs that must remain then
 
@@ -339,6 +340,9 @@ def launch_shape(rows: Sequence[int], width: int, gated: bool, processors: int, 
         return MANY_WARPS, 2, 64
     if width > 8192:
         return WARPS, 4 if early else 2, None
+    if early and not gated and len(rows) == 1 and width == WHOLE and 16 * processors < rows[0] < 16 * 2 * LEAST_PROGRAMS:
+        # several programs of one tile on a multiprocessor, all codes of each on their way before x is there
+        return WARPS, 4, 128
     # 128 registers fit four programs on a multiprocessor; where the last run is partial, the assembler would spill
     return WARPS, 3, None if width % (512 * WARPS) else 128
 
