@@ -19,7 +19,7 @@ from auraflux.ops.moe.cuda.gemm import grouped_wgmma_launch as gemm_grouped_wgmm
 from auraflux.ops.moe.cuda.gemm import persistent as gemm_persistent
 from auraflux.ops.moe.cuda.matvec import any_format as matvec_any_format
 from auraflux.ops.moe.cuda.matvec import few_tokens_launch
-from auraflux.ops.moe.cuda.refusals import NO_ROOM, biased_softmax, not_few, not_in_slots, not_int4, not_persistent
+from auraflux.ops.moe.cuda.refusals import biased_softmax, not_few, not_in_slots, not_int4, not_mma, not_persistent
 from auraflux.ops.moe.cuda.routing import assign as routing_assign
 from auraflux.ops.moe.cuda.routing import kernels as routing_kernels
 from auraflux.ops.moe.cuda.stacks import summed
@@ -44,13 +44,6 @@ def _refuses_wgmma(call: ExpertCall) -> str | None:
     if call.pairs < least:
         return f"{call.pairs} pairs of {count} experts; it is for {least} and more"
     return not_wgmma(call.x.device) or not_int4(call.x, call.experts)
-
-
-def _refuses_mma(call: ExpertCall) -> str | None:
-    made, experts = gemm_grouped_mma, call.experts
-    if call.pairs < made.LEAST_EACH * experts.count:
-        return f"{call.pairs} pairs of {experts.count} experts; it is for {made.LEAST_EACH} each and more"
-    return not_int4(call.x, experts) or (None if made.stages_for(call.x.device) >= 2 else NO_ROOM)
 
 
 def _never(call: ExpertCall) -> None:
@@ -141,7 +134,7 @@ EXPERTS: Routes[ExpertCall, Tensor] = Routes(
     Route("grouped_wgmma", _refuses_wgmma, _wgmma, speed=speed.GEMM),
     Route(
         "grouped_mma",
-        _refuses_mma,
+        not_mma,
         lambda call: _by_parts(call, gemm_grouped_mma.write_parts, call.x.dtype),
         speed=speed.GEMM,
     ),

@@ -28,6 +28,7 @@ from auraflux.ops.gpu.blocks.softmax import LOG2E
 from auraflux.ops.gpu.launch import launch
 
 ROWS = 64
+BOTH_AHEAD = gl.constexpr(64)  # channels of a head up to which two tiles of values fit beside two of keys
 FULL_REGISTERS = gl.constexpr(256)  # channels of a head whose queries are in shared memory, for which sums take the registers
 
 
@@ -81,12 +82,15 @@ def _fetch(to, lines, i, page, rows, head, SHAPE: gl.constexpr, MASKED: gl.const
 
 @gluon.jit
 def _begin(K, V, pools, i, page, following, rows, head, SHAPE: gl.constexpr, MASKED: gl.constexpr):
-    """Wait for the keys of the i-th tile, and begin copying its values and, where there is room, the next keys."""
+    """Wait for the keys of the i-th tile, and begin copying what there is room for: its values, the next keys and values."""
     async_copy.wait_group(0)
     gl.thread_barrier()
-    _fetch(V, pools[1], i, page, rows, head, SHAPE, MASKED)
+    if SHAPE.width > BOTH_AHEAD:
+        _fetch(V.index(0), pools[1], i, page, rows, head, SHAPE, MASKED)
     if SHAPE.stages == 2:
         _fetch(K.index((i + 1) % 2), pools[0], i + 1, following, rows, head, SHAPE, MASKED)
+    if SHAPE.width <= BOTH_AHEAD:
+        _fetch(V.index((i + 1) % 2), pools[1], i + 1, following, rows, head, SHAPE, MASKED)
 
 
 @gluon.jit
@@ -110,10 +114,13 @@ def _scores(x, K, D: gl.constexpr):
 
 
 @gluon.jit
-def _await_values():
-    """Wait for the values of a tile; the next keys may be in flight."""
-    async_copy.wait_group(1)
-    gl.thread_barrier()
+def _await_values(V, i, D: gl.constexpr):
+    """Wait for the values of the i-th tile, if they were requested with it; the next keys may be in flight."""
+    if D > BOTH_AHEAD:
+        async_copy.wait_group(1)
+        gl.thread_barrier()
+        i = 0
+    return V.index(i % 2)
 
 
 @gluon.jit
@@ -177,9 +184,11 @@ def prefill_mma(
     # before the tiles have memory, which it needs for its layout
     x = _queries(q, _offsets(rows.first, rows, heads, head, G, D, COPY)[0], D)
     K = gl.allocate_shared_memory(q.dtype.element_ty, [ST, 64, D], TILE)
-    V = gl.allocate_shared_memory(q.dtype.element_ty, [64, D], TILE)
+    V = gl.allocate_shared_memory(q.dtype.element_ty, [2 if D <= BOTH_AHEAD else 1, 64, D], TILE)
     page = _page_at(table, 0, rows, SHAPE)
     _fetch(K.index(0), pools[0], 0, page, rows, head, SHAPE, True)
+    if D <= BOTH_AHEAD:
+        _fetch(V.index(0), pools[1], 0, page, rows, head, SHAPE, True)
     following = _page_at(table, 1, rows, SHAPE)
     row = rows.first + gl.arange(0, 64, ROW)
     position = rows.length - rows.new + gl.minimum(row // G, rows.new - 1)
@@ -198,8 +207,8 @@ def prefill_mma(
         seen = (key <= latest[:, None]) & (key > latest[:, None] - window) & (page >= 0) & (page < rows.pool)
         p, rescale, m, l = online_softmax(gl.where(seen, s, float("-inf")), m, l, factor, SUMS)  # noqa: E741
         lines = pools[1] + ((gl.maximum(page, 0).to(gl.int64) * SHAPE.key_heads + head) * PAGE + first % PAGE) * D
-        _await_values()
-        acc = _mix_masked(acc * rescale[:, None], p, V, lines, first, end, latest, window, D, COPY)
+        values = _await_values(V, i, D)
+        acc = _mix_masked(acc * rescale[:, None], p, values, lines, first, end, latest, window, D, COPY)
         page, following = following, _page_at(table, i + 2, rows, SHAPE)
     for i in range(rows.masked, rows.tiles):
         _begin(K, V, pools, i, page, following, rows, head, SHAPE, False)
@@ -207,8 +216,7 @@ def prefill_mma(
         _next_keys(K, pools, i, following, rows, head, SHAPE, False)
         s = softcap_log2(s, scores.scale, scores.softcap, SOFTCAP)
         p, rescale, m, l = online_softmax(s, m, l, factor, SUMS)  # noqa: E741
-        _await_values()
-        acc = _mix(acc * rescale[:, None], p, V)
+        acc = _mix(acc * rescale[:, None], p, _await_values(V, i, D))
         page, following = following, _page_at(table, i + 2, rows, SHAPE)
     found = gl.convert_layout(normalised(acc, m, l, sinks, head, row, G, SUMS, q.dtype.element_ty), COPY)
     # recomputed to save registers

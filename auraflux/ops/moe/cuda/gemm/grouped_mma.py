@@ -30,7 +30,7 @@ from auraflux.ops.moe.experts import Experts
 
 PAIRS, ROWS, WARPS = 128, 128, 4  # of a program
 MOST_STAGES = 3
-LEAST_EACH = 8  # pairs per expert
+LEAST_EACH = 16  # pairs per expert from which these kernels are faster than `persistent`
 THREADS = gl.constexpr(32 * WARPS)
 CODES, TOKENS, LINES = gl.constexpr(ROWS * 32), gl.constexpr(PAIRS * 128), gl.constexpr(ROWS * 8)  # bytes
 STAGE = gl.constexpr(CODES.value + TOKENS.value)
