@@ -104,7 +104,9 @@ def _half_weights_ptx() -> Any:
         text += "shr.u32 u,u,8; shr.u32 v,v,8;" if i == 2 else ""
         for j, r in enumerate("uv"):
             n = i // 2 * 4 + i % 2 * 2 + j
-            text += f"and.b32 ${n},{r},{hex(0xF000F << i % 2 * 4)}; fma.rn.bf16x2 ${n},${n},${10 + 3 * j + i % 2},${12 + 3 * j};"
+            text += (
+                f"and.b32 ${n},{r},{hex(0xF000F << i % 2 * 4)}; fma.rn.bf16x2 ${n},${n},${10 + 3 * j + i % 2},${12 + 3 * j};"
+            )
     return gl.constexpr(text + "}")
 
 

@@ -2,8 +2,8 @@
 
 A program multiplies up to 128 pairs of one expert (see `grouped`) by 128 rows of its weights, for gate and up 64 of each. Its
 four warps share stages of 64 inputs: codes, tokens, and the scales of four groups in every fourth. A warp makes bf16 weights of
-its 64 rows in registers, as operands of `mma.sync`, and multiplies them by every second eight of the pairs: as many as the block
-has, in steps of 32. Half the shared memory of a multiprocessor is enough, so that two programs overlap loads and products.
+its 64 rows in registers, as operands of `mma.sync`, and multiplies them by every second eight of the pairs: as many as the
+block has, in steps of 32. Half the shared memory of a multiprocessor is enough: two programs overlap loads and products.
 
 Rows are permuted in shared memory: of the eight rows of a lane's sums, which are stored together, operand r has rows 2r and
 2r + 1, its rows g and g + 8 for the instruction.
@@ -79,6 +79,25 @@ def _store(to, v, there, COUNT: gl.constexpr, WIDE: gl.constexpr):
 
 
 @gluon.jit
+def _array_at(weights, part: gl.constexpr, expert, first, place, NBYTES: gl.constexpr, GATED: gl.constexpr):
+    """Return where the row of a place in shared memory lies in an expert's codes (0), scales (1) or biases (2).
+
+    first   row of the program
+    NBYTES  of a row
+    """
+    c = place % 64 // 8
+    within = place % 8 * 4 + c % 4 if GATED else place % 8 * 8 + c
+    row = first + place // 64 * (32 if GATED else 64) + within
+    stack = weights[0]
+    at = stack[part].to(gl.int64) + expert * (stack.step * 4 if part == 0 else stack.scale_step * 2)
+    if GATED:
+        stack = weights[1]
+        up = stack[part].to(gl.int64) + expert * (stack.step * 4 if part == 0 else stack.scale_step * 2)
+        at = gl.where(c < 4, at, up)
+    return at + row.to(gl.int64) * NBYTES
+
+
+@gluon.jit
 def _request(base, tid, sources, stage, SHAPE: gl.constexpr, GATED: gl.constexpr):
     """Request a stage: two pieces of codes and eight of tokens for each thread, and a row's scales in every fourth."""
     K: gl.constexpr = SHAPE.inputs
@@ -102,23 +121,25 @@ def _request(base, tid, sources, stage, SHAPE: gl.constexpr, GATED: gl.constexpr
 @gluon.jit
 def _add_stage(acc, codes, line, x, EIGHTS: gl.constexpr):
     """Add a stage to a warp's sums: four operands of 16 rows by eights of pairs, every second of the program's."""
-    words, lines = (), ()
+    rows = ()
     for r in gl.static_range(4):
-        lines += ((scaled_line(line + r * 128, LINES), scaled_line(line + (r * 128 + 64), LINES)),)  # type: ignore[assignment]
-        words += ((long_at(codes + r * 512), long_at(codes + (r * 512 + 256))),)  # type: ignore[assignment]
+        first, second = scaled_line(line + r * 128, LINES), scaled_line(line + (r * 128 + 64), LINES)
+        rows += ((first, second, long_at(codes + r * 512), long_at(codes + (r * 512 + 256))),)  # type: ignore[assignment]
     for h in gl.static_range(2):
         weights, new = (), ()
         for r in gl.static_range(4):
-            own, factors = words[r], lines[r]  # type: ignore[misc]
-            u, v = (own[0] >> (32 * h)).to(gl.int32), (own[1] >> (32 * h)).to(gl.int32)  # type: ignore[misc]
-            weights += (half_weight_pairs(u, v, factors[0], factors[1]),)  # type: ignore[assignment, misc]
+            own = rows[r]  # type: ignore[var-annotated]
+            u, v = (own[2] >> (32 * h)).to(gl.int32), (own[3] >> (32 * h)).to(gl.int32)
+            weights += (half_weight_pairs(u, v, own[0], own[1]),)  # type: ignore[assignment]
         for n in gl.static_range(EIGHTS):
             b = load_half_x((x + n * 2048) ^ (16 * h))
             for r in gl.static_range(n * 4, n * 4 + 4):
                 c = acc[r * 4], acc[r * 4 + 1], acc[r * 4 + 2], acc[r * 4 + 3]
-                a = weights[r % 4]  # type: ignore[misc]
+                a = weights[r % 4]  # type: ignore[var-annotated]
                 for step in gl.static_range(2):
-                    c = mma_bf16(c, (a[step * 4], a[step * 4 + 1], a[step * 4 + 2], a[step * 4 + 3]), b[step * 2], b[step * 2 + 1])
+                    c = mma_bf16(
+                        c, (a[step * 4], a[step * 4 + 1], a[step * 4 + 2], a[step * 4 + 3]), b[step * 2], b[step * 2 + 1]
+                    )
                 new += c  # type: ignore[assignment]
         acc = new
     return acc
@@ -186,32 +207,16 @@ def expert_blocks(x, blocks, weights, out, experts, pairs, SHAPE: gl.constexpr):
         return
     placed += gl.program_id(1) * 128
     memory, base = shared(SHAPE.stages * STAGE + 4 * LINES, tid)
-    # of codes, a thread copies a half of each of two rows; of scales, the line of one row
-    each, stack = (), weights[0]
     first = gl.program_id(0) * (64 if GATED else 128)
-    for n in gl.static_range(2):
-        place = tid // 2 if n == 0 else tid
-        c = place % 64 // 8
-        within = place % 8 * 4 + c % 4 if GATED else place % 8 * 8 + c
-        each += ((c, first + place // 64 * (32 if GATED else 64) + within),)  # type: ignore[assignment]
-    zero = tid.to(gl.int64) * 0
-    codes = zero + (stack.packed.to(gl.int64) + expert * stack.step * 4)
-    scale = zero + (stack.scales.to(gl.int64) + expert * stack.scale_step * 2)
-    bias = zero + (stack.biases.to(gl.int64) + expert * stack.scale_step * 2)
-    of_codes, of_lines = each[0], each[1]  # type: ignore[misc]
-    if GATED:
-        other = weights[1]
-        codes = gl.where(of_codes[0] < 4, codes, other.packed.to(gl.int64) + expert * other.step * 4)
-        scale = gl.where(of_lines[0] < 4, scale, other.scales.to(gl.int64) + expert * other.scale_step * 2)
-        bias = gl.where(of_lines[0] < 4, bias, other.biases.to(gl.int64) + expert * other.scale_step * 2)
-    codes += of_codes[1].to(gl.int64) * (K // 2) + tid % 2 * 16
-    scale += of_lines[1].to(gl.int64) * (K // 32)
-    bias += of_lines[1].to(gl.int64) * (K // 32)
+    # of codes, a thread copies half of a row and of another; of scales and biases, those of one row
+    codes = _array_at(weights, 0, expert, first, tid // 2, K // 2, GATED) + tid % 2 * 16
+    scales = _array_at(weights, 1, expert, first, tid, K // 32, GATED)
+    biases = _array_at(weights, 2, expert, first, tid, K // 32, GATED)
     places = ()
     for n in gl.static_range(8):
         pair = gl.load(placed + tid // 8 + n * 16)
         places += (gl.where(pair < pairs, pair // SHAPE.k * (K // 8) + tid % 8, -1),)  # type: ignore[assignment]
-    sources = codes, scale, bias, x.to(gl.int64), places
+    sources = codes, scales, biases, x.to(gl.int64), places
     # pairs come before the empty places of a block
     if gl.load(placed + 96) < pairs:
         _multiply(base, tid, sources, placed, pairs, out, first, SHAPE, GATED, 8)
