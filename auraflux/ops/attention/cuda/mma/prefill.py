@@ -1,8 +1,8 @@
-"""Prefill attention by cp.async and mma.sync, in Gluon: 64 rows per program, heads of 64 or 128 channels in 16 bits.
+"""Prefill attention by cp.async and mma.sync, in Gluon: 64 rows per program, heads of 64, 128 or 256 channels in 16 bits.
 
 Rows, tiles of keys, masks and recent keys are those of `prefill`. A warp has 16 complete rows: scores, weights and sums stay in
-its registers. The next tile of keys and values loads while one is multiplied; programs of the same multiprocessor overlap
-products and softmax.
+its registers. A tile's values load while its keys are multiplied, and the next keys, where there is room, from then on. Up to
+128 channels, two programs share a multiprocessor of 100 KB, and overlap products and softmax.
 """
 
 from torch import Tensor
