@@ -13,7 +13,7 @@ import torch
 
 from auraflux import ops
 from auraflux.ops import append_codes, attention, expert_mlp, invariant, mixture, turboquant_attention
-from auraflux.ops._cases import Case
+from auraflux.ops._cases import Case, in_row_layout
 from auraflux.ops._dispatch import Declined, activation_bits, families, fp8_products
 from auraflux.ops.attention.pages import KVPages
 from auraflux.ops.fake_gpu import HOPPER, Capability, use_fake_gpu
@@ -273,7 +273,7 @@ def on_older_gpu(op: ops.Op, name: str) -> Explanation | None:
     """Explain a case on a GPU with neither wgmma nor TMA."""
     case = next(case for case in cases_of(op) if case.name == name)
     with use_fake_gpu((8, 9)):
-        return explain_call(case.op, "cuda", case.args())
+        return explain_call(case.op, "cuda", in_row_layout(case.args()))
 
 
 def in_fp8() -> Explanation | None:
@@ -291,6 +291,7 @@ LARGE: dict[tuple[str, str], Callable[[], Explanation | None]] = {
     ("linear", "gemm_int4_tiles of several"): partial(several_products, 32, (4096, 1024), 4096),
     ("attention", "latents_mma"): partial(on_older_gpu, ops.latent_attention, "few-heads-bf16"),
     ("turboquant", "latents_mma"): partial(on_older_gpu, ops.turboquant_latent_attention, "16-bits-16-heads-b8"),
+    ("moe", "grouped_mma"): partial(on_older_gpu, ops.expert_mlp, "thousands-bf16"),
     ("attention", "prefill_mma"): partial(on_older_gpu, attention, "bf16-prefill"),
     ("delta", "prefill_mma"): partial(on_older_gpu, ops.gated_delta_prefill, "bf16-chunks"),
     ("linear", "dequantized in bf16, then cuBLAS"): partial(product, 2000, 4096, 4096),

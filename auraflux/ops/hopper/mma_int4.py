@@ -97,6 +97,19 @@ def _weights_ptx() -> Any:
     return gl.constexpr(text + "}")
 
 
+def _half_weights_ptx() -> Any:
+    """Return PTX like `_weights_ptx` for half a group: eight codes of each row, two steps; words of x as `_half_x_ptx` has."""
+    text = "{.reg .b32 u,v; mov.b32 u,$8; mov.b32 v,$9;"
+    for i in range(4):
+        text += "shr.u32 u,u,8; shr.u32 v,v,8;" if i == 2 else ""
+        for j, r in enumerate("uv"):
+            n = i // 2 * 4 + i % 2 * 2 + j
+            text += (
+                f"and.b32 ${n},{r},{hex(0xF000F << i % 2 * 4)}; fma.rn.bf16x2 ${n},${n},${10 + 3 * j + i % 2},${12 + 3 * j};"
+            )
+    return gl.constexpr(text + "}")
+
+
 @gluon.constexpr_function
 def _line_ptx(offset):
     """Return PTX for a scale at $3 times 2**100 and 2**96, and the bias `offset` bytes on times 2**-33, each twice."""
@@ -111,6 +124,11 @@ WEIGHTS_SCALE = gl.constexpr(2.0**33)  # undoes that of `weight_pairs`
 WEIGHTS, WEIGHTS_REGS = _weights_ptx(), gl.constexpr("=&r," * 16 + "l,l,r,r,r,r,r,r")
 GROUP8, GROUP16, REGS8, REGS16 = _group_ptx(1), _group_ptx(2), _registers(1), _registers(2)
 X_GLOBAL, X_SHARED, SUM_X = _x_ptx("ld.global"), _x_ptx("ld.shared"), _sum_ptx()
+HALF_WEIGHTS, HALF_WEIGHTS_REGS = _half_weights_ptx(), gl.constexpr("=&r," * 8 + "r,r,r,r,r,r,r,r")
+HALF_X = gl.constexpr(
+    "{.reg .b32 r<4>; ld.shared.v4.b32 {r0,r1,r2,r3},[$4]; prmt.b32 $0,r0,r2,0x5410; prmt.b32 $1,r0,r2,0x7632;"
+    "prmt.b32 $2,r1,r3,0x5410; prmt.b32 $3,r1,r3,0x7632;}"
+)
 NORMED_X, ADDED_X = _normed_x_ptx(False), _normed_x_ptx(True)
 
 
@@ -163,6 +181,19 @@ def weight_pairs(at, OFFSET: gl.constexpr, first, second):
     codes = gl.inline_asm_elementwise(text, "=l,=l,r,~{memory}", [at], (gl.int64,) * 2, is_pure=False, pack=1)
     args = [codes[0], codes[1], first[0], first[1], first[2], second[0], second[1], second[2]]
     return gl.inline_asm_elementwise(WEIGHTS, WEIGHTS_REGS, args, (gl.int32,) * 16, is_pure=True, pack=1)
+
+
+@gluon.jit
+def half_weight_pairs(u, v, first, second):
+    """Return eight codes of each of two rows as weights times 2**-33: `a` of two steps of inputs (0, 4, 1, 5), (2, 6, 3, 7)."""
+    args = [u, v, first[0], first[1], first[2], second[0], second[1], second[2]]
+    return gl.inline_asm_elementwise(HALF_WEIGHTS, HALF_WEIGHTS_REGS, args, (gl.int32,) * 8, is_pure=True, pack=1)
+
+
+@gluon.jit
+def load_half_x(at):
+    """Load eight values of x from shared memory as four pairs, `b` of the steps of `half_weight_pairs`."""
+    return gl.inline_asm_elementwise(HALF_X, "=r,=r,=r,=r,r,~{memory}", [at], (gl.int32,) * 4, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -28,10 +28,10 @@ MAY_SPILL = (
     # prompts in float32, of no model: 376 and 760 bytes. Other kernels serve bf16 with heads of 128
     {"scan_kernel", "DOT=fp32"},
     {"chunk_kernel", "DOT=fp32"},
-    # 48 bytes; only GPUs before Hopper launch it, and docs/performance.md has its rate
-    {"up_many", "SHAPE.rows=64", "SHAPE.tokens=128"},
     # 8 to 40 bytes: with 80 registers three programs fit a multiprocessor. Only GPUs before Hopper launch it
     {"slots_at_once"},
+    # 8 bytes of addresses; only GPUs before Hopper launch it
+    {"expert_blocks"},
     # 24 to 40 bytes of codes loaded ahead; only GPUs before Hopper launch it
     {"latent_codes_mma"},
 )

@@ -132,8 +132,6 @@ def _refuses_prefill(call: Attend) -> str | None:
 
 
 def _refuses_prefill_mma(call: Attend) -> str | None:
-    if call.q.shape[2] > prefill_mma.WIDEST:
-        return f"heads of {call.q.shape[2]}; it is for up to {prefill_mma.WIDEST}"
     return _not_prefill(call) or not_gluon(call.q.device)
 
 

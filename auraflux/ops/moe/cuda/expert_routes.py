@@ -14,11 +14,12 @@ from auraflux.ops import route_speed as speed
 from auraflux.ops.gpu.device import not_wgmma
 from auraflux.ops.moe.cuda.call import ExpertCall, MixtureCall, RouteCall
 from auraflux.ops.moe.cuda.gemm import grouped as gemm_grouped
+from auraflux.ops.moe.cuda.gemm import grouped_mma as gemm_grouped_mma
 from auraflux.ops.moe.cuda.gemm import grouped_wgmma_launch as gemm_grouped_wgmma_launch
 from auraflux.ops.moe.cuda.gemm import persistent as gemm_persistent
 from auraflux.ops.moe.cuda.matvec import any_format as matvec_any_format
 from auraflux.ops.moe.cuda.matvec import few_tokens_launch
-from auraflux.ops.moe.cuda.refusals import biased_softmax, not_few, not_in_slots, not_int4, not_persistent
+from auraflux.ops.moe.cuda.refusals import biased_softmax, not_few, not_in_slots, not_int4, not_mma, not_persistent
 from auraflux.ops.moe.cuda.routing import assign as routing_assign
 from auraflux.ops.moe.cuda.routing import kernels as routing_kernels
 from auraflux.ops.moe.cuda.stacks import summed
@@ -131,6 +132,12 @@ EXPERTS: Routes[ExpertCall, Tensor] = Routes(
     Route("matvec", not_few, lambda call: _by_parts(call, matvec_any_format.write_parts), speed=speed.MATVEC_SLOWER),
     Route("persistent", not_persistent, _persistent, invariant=True, speed=speed.GEMM),
     Route("grouped_wgmma", _refuses_wgmma, _wgmma, speed=speed.GEMM),
+    Route(
+        "grouped_mma",
+        not_mma,
+        lambda call: _by_parts(call, gemm_grouped_mma.write_parts, call.x.dtype),
+        speed=speed.GEMM,
+    ),
     Route(
         "grouped_gemm",
         _never,

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import is_invariant
-from auraflux.ops.gpu.device import not_gluon
+from auraflux.ops.gpu.device import not_gluon, not_wgmma
 from auraflux.ops.gpu.sizes import cached_per_weight
 from auraflux.ops.moe.cuda.call import ExpertCall, MixtureCall, RouteCall
+from auraflux.ops.moe.cuda.gemm import grouped_mma as gemm_grouped_mma
 from auraflux.ops.moe.cuda.gemm import persistent as gemm_persistent
 from auraflux.ops.moe.cuda.matvec import few_tokens_launch
 from auraflux.ops.moe.cuda.routing import assign as routing_assign
@@ -75,8 +76,18 @@ def not_in_slots(call: ExpertCall | MixtureCall) -> str | None:
     return None if few_tokens_launch.fits(call.experts.hidden, call.experts.inner, call.k, call.x.device) else NO_ROOM
 
 
+def not_mma(call: ExpertCall | MixtureCall) -> str | None:
+    """Return why blocks of pairs are not multiplied by `mma.sync`."""
+    device = call.x.device
+    if not_wgmma(device) is None:
+        return "it is for GPUs without wgmma"
+    return not_int4(call.x, call.experts) or (None if gemm_grouped_mma.stages_for(device) >= 2 else NO_ROOM)
+
+
 def not_persistent(call: ExpertCall | MixtureCall) -> str | None:
     experts = call.experts
+    if call.pairs >= gemm_grouped_mma.LEAST_EACH * experts.count and not (is_invariant() or not_mma(call)):
+        return f"{call.pairs} pairs of {experts.count} experts: grouped_mma is faster"
     most = gemm_persistent.most_pairs(experts.count)
     # inside `invariant` more tokens are split over several launches
     if (call.tokens > routing_assign.MOST_TOKENS or call.pairs > most) and not is_invariant():
