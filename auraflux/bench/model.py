@@ -29,16 +29,18 @@ WARM_UP = 8  # tokens that compile kernels and touch the weights for the first t
 class ExpertTraffic:
     """Expert cache while tokens are decoded, in the best round.
 
-    hit_rate          of all experts that tokens used
-    misses_per_token  experts of a token that were not in GPU memory, over all layers
-    nbytes_per_token  bytes copied to the GPU for a token
-    on_cpu_per_token  missing experts that CPU threads computed
+    hit_rate              of all experts that tokens used
+    misses_per_token      experts of a token that were not in GPU memory, over all layers
+    nbytes_per_token      bytes copied to the GPU for a token
+    on_cpu_per_token      missing experts that CPU threads computed
+    prefetched_per_token  missing experts that were copied before their layer ran
     """
 
     hit_rate: float
     misses_per_token: float
     nbytes_per_token: float
     on_cpu_per_token: float = 0.0
+    prefetched_per_token: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -207,8 +209,10 @@ def measure(
 
 def _traffic(stats: ExpertCacheStats, tokens: int) -> ExpertTraffic:
     """Return the means of a round of so many tokens."""
-    used = max(stats.hits + stats.misses, 1)
-    return ExpertTraffic(stats.hits / used, stats.misses / tokens, stats.nbytes / tokens, stats.on_cpu / tokens)
+    missing = stats.misses + stats.prefetched
+    used = max(stats.hits + missing, 1)
+    rest = stats.nbytes / tokens, stats.on_cpu / tokens, stats.prefetched / tokens
+    return ExpertTraffic(stats.hits / used, missing / tokens, *rest)
 
 
 def copy_bandwidth(device: torch.device) -> float:
