@@ -12,6 +12,7 @@ import torch
 
 from auraflux.bench.profile import Cost, profile_step
 from auraflux.bench.routing import TracedRouting
+from auraflux.engine.compile_ahead import compile_ahead
 from auraflux.engine.request import Output, Request
 from auraflux.engine.sampling import Sampling
 from auraflux.errors import ContextError
@@ -22,7 +23,8 @@ from auraflux.weights.experts.stats import ExpertCacheStats
 
 COPIED_NBYTES = 256 << 20  # by which the bandwidth of copies to a GPU is measured
 QUIET = 1  # verbosity of llama.cpp that logs errors
-WARM_UP = 8  # tokens that compile kernels and touch the weights for the first time
+WARM_UP = 8  # tokens that touch the weights for the first time
+COMPILED = 2  # tokens of a run that only shows which kernels are launched
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,9 @@ class Contender(Protocol):
     name: str
     batch: int
 
+    def compile(self, lengths: list[int]) -> None:
+        """Compile what prompts of these lengths need, as far as that is faster than to run them."""
+
     def run(self, ids: list[int], count: int) -> Round:
         """Prefill a prompt, and decode `count` tokens of each sequence."""
 
@@ -97,6 +102,16 @@ class Ours:
         self.name += " FP8 prefill" if self.engine.runner.fp8_prefill else ""
         self._jobs: list[Sequence] = []
         self._events: list[Output] = []
+
+    def compile(self, lengths: list[int]) -> None:
+        """Compile a GPU's kernels on all cores."""
+
+        def work() -> None:
+            for length in lengths:
+                self.run(list(_prompt(length, self.engine.model.config.vocab)), COMPILED)
+
+        with self.engine.graphs.disabled():
+            compile_ahead(work, self.engine.device)
 
     def run(self, ids: list[int], count: int) -> Round:
         began = time.perf_counter()
@@ -176,6 +191,9 @@ class LlamaCpp:
         params.verbosity = QUIET
         self._server = Server(params)
 
+    def compile(self, lengths: list[int]) -> None:
+        pass
+
     def run(self, ids: list[int], count: int) -> Round:
         # the first token comes with the prompt, so that decode needs one more
         request = {"prompt": ids, "n_predict": count + 1, "temperature": 0, "cache_prompt": False, "ignore_eos": True}
@@ -192,6 +210,7 @@ def measure(
     """Time all contenders alternately at each length, `repeat` times, and yield the best of each."""
     for each in contenders:
         progress(f"{each.name}: warming up")
+        each.compile([WARM_UP, *lengths])
         each.run(list(_prompt(WARM_UP, vocab)), WARM_UP)
     for length in lengths:
         ids = list(_prompt(length, vocab))

@@ -148,7 +148,7 @@ class ModelLoader:
             nbytes=nbytes,
             report=report,
             ranks=leader,
-            ahead=leader is None and experts is None and pool is None,
+            ahead=leader is None,
         )
 
     def engine(self, model: Any, key_calibration: ModelCalibration | None, adapters: Sequence[Adapter] = ()) -> Engine:

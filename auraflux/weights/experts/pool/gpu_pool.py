@@ -18,6 +18,7 @@ from auraflux.ops import (
     ExpertPool,
     Experts,
 )
+from auraflux.ops.gpu.dry_run import is_dry_run
 from auraflux.ops.moe.experts import Stack, blob_nbytes
 from auraflux.ops.moe.pool import HITS, MISSES, ON_CPU, PREFETCHED, PREFETCHED_USED, aligned
 from auraflux.weights.experts.packed_files import ExpertFile
@@ -25,8 +26,8 @@ from auraflux.weights.experts.pool.cpu_split import CpuSplit, refuses_cpu
 from auraflux.weights.experts.pool.disk_stream import DiskLayerStream
 from auraflux.weights.experts.pool.disk_tier import DiskTier
 from auraflux.weights.experts.pool.host_memory import NOT_PINNED, HostMemory
-from auraflux.weights.experts.pool.layer_stream import LayerStream
-from auraflux.weights.experts.pool.pooled_experts import PooledExperts
+from auraflux.weights.experts.pool.layer_stream import DryStream, LayerStream
+from auraflux.weights.experts.pool.pooled_experts import PooledExperts, Stream
 from auraflux.weights.experts.pool.prefetch import Prefetch
 from auraflux.weights.experts.settings import format_nbytes
 from auraflux.weights.experts.stats import ExpertCacheStats, ExpertCacheStatsByLayer
@@ -92,8 +93,10 @@ class GpuExpertPool:
         return self._pool
 
     @property
-    def stream(self) -> LayerStream:
+    def stream(self) -> Stream:
         """The stream of long prefill steps, made when the first one runs."""
+        if is_dry_run():
+            return DryStream(self.pool)
         if self._stream is None:
             self._stream = LayerStream(self.pool) if self.tier is None else DiskLayerStream(self.pool, self.tier)
         return self._stream
@@ -222,10 +225,12 @@ class GpuExpertPool:
         tokens  of the step
         parts   in which each layer runs them, before the next layer
         """
-        if self.tier is not None:
-            self.tier.wake()
         if self.prefetch is not None:
             self.prefetch.reset()
+        if is_dry_run():
+            return
+        if self.tier is not None:
+            self.tier.wake()
         if self.streams(tokens * self.plan.k):
             self.stream.begin(tokens, parts)
             return

@@ -20,9 +20,19 @@ from auraflux.ops import (
     sum_parts,
 )
 from auraflux.ops.moe.reference import shared_result
-from auraflux.weights.experts.pool.layer_stream import LayerStream
 from auraflux.weights.experts.pool.prefetch import Prefetch
 from auraflux.weights.experts.resident import ExpertPredictor, MixtureInput
+
+
+class Stream(Protocol):
+    """The stream of experts of long prefill steps, as layers and pool see it; see `LayerStream`."""
+
+    @property
+    def single_pass(self) -> bool: ...
+
+    def begin(self, tokens: int, parts: int = 1) -> None: ...
+
+    def run(self, layer: int, tokens: int, work: Callable[[Experts], None]) -> None: ...
 
 
 class Store(Protocol):
@@ -37,7 +47,7 @@ class Store(Protocol):
     @property
     def pool(self) -> ExpertPool: ...
     @property
-    def stream(self) -> LayerStream: ...
+    def stream(self) -> Stream: ...
     @property
     def on_disk(self) -> bool: ...
     @property
