@@ -222,6 +222,8 @@ def standard_batches(loaded: LanguageModel) -> list[WarmupBatch]:
 def uncaptured_prefills(engine: Engine) -> list[WarmupBatch]:
     """Return prompts that are not padded to a size that has a graph, for every number of tokens with its own tiling."""
     padded = max((size for size in PREFILL_SIZES if engine.graphs.captures(size)), default=0)
+    if padded == PREFILL_SIZES[-1]:
+        return []
     steps = range(ROUTE_STEP, MOST_ROUTED, ROUTE_STEP), range(MOST_ROUTED, PREFILL_SIZES[-1] + 1, TILE_STEP)
     # multiples of 16, of 2, and others, whether or not the last token is prefilled
     ends = (1, 0, -1, -2), (1, 0, -1)
