@@ -76,10 +76,10 @@ def test_logits_equal_those_of_resident_experts(compute: str):
     assert isinstance(model.experts, GpuExpertPool)
     stats = model.experts.cache_stats().total
     assert stats.misses > 1000
-    # of each step, for all layers but the first and the last
-    assert stats.prefetched > len(following)
     assert model.engine.graphs.refused is None
     if stats.on_cpu == 0:
+        # in each step, for all layers but the first and the last
+        assert stats.prefetched > len(following)
         assert torch.equal(found, expected)
     else:
         # CPU threads add up in another order. At a near-tie rounding may select another expert, which changes a token more
