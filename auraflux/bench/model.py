@@ -12,6 +12,7 @@ import torch
 
 from auraflux.bench.profile import Cost, profile_step
 from auraflux.bench.routing import TracedRouting
+from auraflux.engine.compile_ahead import compile_ahead
 from auraflux.engine.request import Output, Request
 from auraflux.engine.sampling import Sampling
 from auraflux.errors import ContextError
@@ -22,23 +23,26 @@ from auraflux.weights.experts.stats import ExpertCacheStats
 
 COPIED_NBYTES = 256 << 20  # by which the bandwidth of copies to a GPU is measured
 QUIET = 1  # verbosity of llama.cpp that logs errors
-WARM_UP = 8  # tokens that compile kernels and touch the weights for the first time
+WARM_UP = 8  # tokens that touch the weights for the first time
+COMPILED = 2  # tokens of a run that only shows which kernels are launched
 
 
 @dataclass(frozen=True)
 class ExpertTraffic:
     """Expert cache while tokens are decoded, in the best round.
 
-    hit_rate          of all experts that tokens used
-    misses_per_token  experts of a token that were not in GPU memory, over all layers
-    nbytes_per_token  bytes copied to the GPU for a token
-    on_cpu_per_token  missing experts that CPU threads computed
+    hit_rate              of all experts that tokens used
+    misses_per_token      experts of a token that were not in GPU memory, over all layers
+    nbytes_per_token      bytes copied to the GPU for a token
+    on_cpu_per_token      missing experts that CPU threads computed
+    prefetched_per_token  missing experts that were copied before their layer ran
     """
 
     hit_rate: float
     misses_per_token: float
     nbytes_per_token: float
     on_cpu_per_token: float = 0.0
+    prefetched_per_token: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,9 @@ class Contender(Protocol):
     name: str
     batch: int
 
+    def compile(self, lengths: list[int]) -> None:
+        """Compile what prompts of these lengths need, as far as that is faster than to run them."""
+
     def run(self, ids: list[int], count: int) -> Round:
         """Prefill a prompt, and decode `count` tokens of each sequence."""
 
@@ -95,6 +102,16 @@ class Ours:
         self.name += " FP8 prefill" if self.engine.runner.fp8_prefill else ""
         self._jobs: list[Sequence] = []
         self._events: list[Output] = []
+
+    def compile(self, lengths: list[int]) -> None:
+        """Compile a GPU's kernels on all cores."""
+
+        def work() -> None:
+            for length in lengths:
+                self.run(list(_prompt(length, self.engine.model.config.vocab)), COMPILED)
+
+        with self.engine.graphs.disabled():
+            compile_ahead(work, self.engine.device)
 
     def run(self, ids: list[int], count: int) -> Round:
         began = time.perf_counter()
@@ -174,6 +191,9 @@ class LlamaCpp:
         params.verbosity = QUIET
         self._server = Server(params)
 
+    def compile(self, lengths: list[int]) -> None:
+        pass
+
     def run(self, ids: list[int], count: int) -> Round:
         # the first token comes with the prompt, so that decode needs one more
         request = {"prompt": ids, "n_predict": count + 1, "temperature": 0, "cache_prompt": False, "ignore_eos": True}
@@ -190,6 +210,7 @@ def measure(
     """Time all contenders alternately at each length, `repeat` times, and yield the best of each."""
     for each in contenders:
         progress(f"{each.name}: warming up")
+        each.compile([WARM_UP, *lengths])
         each.run(list(_prompt(WARM_UP, vocab)), WARM_UP)
     for length in lengths:
         ids = list(_prompt(length, vocab))
@@ -207,8 +228,10 @@ def measure(
 
 def _traffic(stats: ExpertCacheStats, tokens: int) -> ExpertTraffic:
     """Return the means of a round of so many tokens."""
-    used = max(stats.hits + stats.misses, 1)
-    return ExpertTraffic(stats.hits / used, stats.misses / tokens, stats.nbytes / tokens, stats.on_cpu / tokens)
+    missing = stats.misses + stats.prefetched
+    used = max(stats.hits + missing, 1)
+    rest = stats.nbytes / tokens, stats.on_cpu / tokens, stats.prefetched / tokens
+    return ExpertTraffic(stats.hits / used, missing / tokens, *rest)
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -243,7 +243,7 @@ def random_language(
             pool.finish()
         if calibration.is_needed(calibrate, shapes, settings):
             tokens = random_tokens(FEW_TOKENS, model.config.vocab)
-            sizes["key_calibration"] = calibrate_keys(model, shapes, tokens, dtype, device, ahead=pool is None)
+            sizes["key_calibration"] = calibrate_keys(model, shapes, tokens, dtype, device, ahead=True)
         graphs = graphs and (pool is None or pool.pinned or pool.resident)
         engine = Engine(model, shapes, settings, **sizes, **numerics._asdict(), graphs=graphs, device=device)
     if pool is not None:

@@ -140,10 +140,15 @@ class GraphRunner:
             self.after_step()
 
     @property
+    def on_one_gpu(self) -> bool:
+        """Return whether this process runs whole steps on a GPU."""
+        return self.runner.device.type == "cuda" and self.runner.single_rank
+
+    @property
     def runs_ahead(self) -> bool:
         """Return whether a step may start before its tokens reach the host: a GPU computes while Python does other work."""
         # ranks synchronize within every step
-        return self.runner.device.type == "cuda" and self.runner.single_rank and self.after_step is None
+        return self.on_one_gpu and self.after_step is None
 
     def _decode(self, batch: Batch, ids: list[int] | Tensor) -> Tensor:
         batch.extend([1] * len(batch.sequences))

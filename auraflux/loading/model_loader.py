@@ -15,6 +15,7 @@ from auraflux.cache.prefix.disk import PrefixDisk
 from auraflux.distributed.leader import Leader
 from auraflux.distributed.shard import RankShard
 from auraflux.engine import calibration
+from auraflux.engine.compile_ahead import compile_ahead
 from auraflux.engine.device import device_memory, preload_kernels
 from auraflux.engine.engine import Engine
 from auraflux.loading.memory_budget import MemoryBudget
@@ -148,7 +149,7 @@ class ModelLoader:
             nbytes=nbytes,
             report=report,
             ranks=leader,
-            ahead=leader is None and experts is None and pool is None,
+            ahead=leader is None,
         )
 
     def engine(self, model: Any, key_calibration: ModelCalibration | None, adapters: Sequence[Adapter] = ()) -> Engine:
@@ -180,6 +181,7 @@ class ModelLoader:
             if pool is not None:
                 engine.use_pool(pool)
             if engine.batch_invariant:
+                compile_ahead(engine.try_token, self.device)
                 engine.try_token()
             if adapters:
                 layers = place(adapters, model.named, self.source.module.rename, self.device, self.budget.dtype)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from auraflux.engine.engine import DECODE_SIZES, PREFILL_SIZES
+from auraflux.engine.engine import DECODE_SIZES, PREFILL_SIZES, Engine
 from auraflux.loading.language_model import LanguageModel
 from auraflux.progress import Report
 from auraflux.scheduler.budget.prefill_budget import TOGETHER
@@ -20,7 +20,9 @@ log = logging.getLogger("auraflux")
 
 DECODED = 8  # tokens of every sequence
 DRY_RUN_DECODED = 2  # tokens of sequences that only show which kernels are launched
+SHORT = 24, 48, 300  # tokens of prompts in a step without a graph: less than a page of the cache, about one, and several
 TILE_STEP = 128  # prefill tokens between two batches: the tiling of matrix products depends on their number
+ROUTE_STEP, MOST_ROUTED = 32, 512  # the same for routing, up to so many tokens
 
 
 class WarmupBatch(NamedTuple):
@@ -51,7 +53,8 @@ class Warmup:
     @property
     def in_background(self) -> bool:
         """Return whether some parts may wait until no request runs: a GPU's steps run without graphs until then."""
-        return bool(self.batches) and compiles_ahead(self.loaded)
+        # a step with experts on disk reads them, beside requests too
+        return bool(self.batches) and compiles_ahead(self.loaded) and self.loaded.engine.graphs.runs_ahead
 
     def run(self, report: Report, parts: int | None = None) -> None:
         """Compile all kernels, and run the first parts; None for all parts."""
@@ -79,8 +82,8 @@ def compiles_ahead(loaded: LanguageModel) -> bool:
     if engine.cache.bidirectional:
         # few kernels, and torch's attention
         return False
-    # other ranks would have to join every step, and offloaded experts would be read from disk
-    return engine.graphs.runs_ahead and loaded.experts is None and loaded.scheduler.speculation is None
+    # other ranks would have to join every step
+    return engine.graphs.on_one_gpu and loaded.scheduler.speculation is None
 
 
 def compile_ahead(loaded: LanguageModel, batches: list[WarmupBatch], counts: list[int], report: Report) -> None:
@@ -110,8 +113,8 @@ def _dry_batches(loaded: LanguageModel, batches: list[WarmupBatch]) -> list[Warm
 
     Short prompts launch the same kernels in layers with and without a sliding window.
     """
-    packed = _fitting(loaded, packed_prefills(loaded.engine.chunk))
-    return sorted(dict.fromkeys([*batches, *packed]), key=lambda batch: (batch.sequences, -batch.tokens))
+    more = _fitting(loaded, [*uncaptured_prefills(loaded.engine), *packed_prefills(loaded.engine.chunk)])
+    return sorted(dict.fromkeys([*batches, *more]), key=lambda batch: (batch.sequences, -batch.tokens))
 
 
 def launch_usual_steps(loaded: LanguageModel) -> None:
@@ -214,6 +217,19 @@ def standard_batches(loaded: LanguageModel) -> list[WarmupBatch]:
     # prompts beyond the largest replayed step are prefilled as one batch, by kernels for powers of two of them
     several = [WarmupBatch(count, 2 * PREFILL_SIZES[-1] // count) for count in (2, 4, TOGETHER)]
     return [*alone, *together, *several, WarmupBatch(2 * TOGETHER, 1024), WarmupBatch(2 * TOGETHER, 1024)]
+
+
+def uncaptured_prefills(engine: Engine) -> list[WarmupBatch]:
+    """Return prompts that are not padded to a size that has a graph, for every number of tokens with its own tiling."""
+    padded = max((size for size in PREFILL_SIZES if engine.graphs.captures(size)), default=0)
+    if padded == PREFILL_SIZES[-1]:
+        return []
+    steps = range(ROUTE_STEP, MOST_ROUTED, ROUTE_STEP), range(MOST_ROUTED, PREFILL_SIZES[-1] + 1, TILE_STEP)
+    # multiples of 16, of 2, and others, whether or not the last token is prefilled
+    ends = (1, 0, -1, -2), (1, 0, -1)
+    sizes = [size + end for sizes, each in zip(steps, ends, strict=True) for size in sizes for end in each if size > padded]
+    together = [WarmupBatch(count, tokens) for tokens in SHORT for count in (2, 4, TOGETHER) if count * tokens > padded]
+    return [*(WarmupBatch(1, size) for size in sizes), *together]
 
 
 def packed_prefills(chunk: int) -> list[WarmupBatch]:

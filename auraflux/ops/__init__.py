@@ -54,6 +54,7 @@ from auraflux.ops.lora.inputs import LinearInput
 from auraflux.ops.lora.reference import add_lora, lora_gate_up, lora_linears
 from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu, Limit, ReluSquare, SharedExpert
 from auraflux.ops.moe.pool import ExpertPool
+from auraflux.ops.moe.prefetch import prefetch_expert
 from auraflux.ops.moe.reference import (
     combine,
     expert_mlp,
@@ -201,6 +202,7 @@ __all__ = [
     "penalize",
     "per_layer_inputs",
     "pooled_mixture",
+    "prefetch_expert",
     "qk_norm",
     "relu_square",
     "rms_norm",

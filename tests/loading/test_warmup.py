@@ -54,7 +54,8 @@ class Stub:
         self.steps: list[list[str]] = []
         self.fresh, self._inside = fresh, False
         called = Layer.__call__
-        monkeypatch.setattr(GraphRunner, "runs_ahead", True)
+        for name in ("on_one_gpu", "runs_ahead"):
+            monkeypatch.setattr(GraphRunner, name, True)
         monkeypatch.setattr("auraflux.ops.gpu.ahead.is_supported", lambda: True)
         monkeypatch.setattr("auraflux.ops.gpu.ahead.compile_launches_ahead", self.compile_launches_ahead)
         monkeypatch.setattr("auraflux.ops.gpu.ahead.compiler", self.compiler)

@@ -83,7 +83,7 @@ SEQUENCE_OPS = {
 }
 STATES = ("state", "conv")  # of each sequence
 # rows of the first are heads; the others serve GPUs, and return or use slots of a pool that all rows share
-OTHERS = {"turboquant_values", "fetch_experts", "pooled_mixture"}
+OTHERS = {"turboquant_values", "fetch_experts", "pooled_mixture", "prefetch_expert"}
 MOST = 12  # rows of a case that are computed alone: some of the first and of the last
 CASES = [case for case in all_cases() if case.op.name not in OTHERS]
 QUICK = 12  # cases of an op; test_parity.py has all of them

@@ -70,6 +70,7 @@ def _expert_table(document: dict[str, Any], found: "list[Speed]") -> Any:
         "prompt",
         "hit rate",
         "misses/token",
+        "prefetched",
         "on the CPU",
         "MB copied/token",
         "GB/s",
@@ -84,6 +85,7 @@ def _expert_table(document: dict[str, Any], found: "list[Speed]") -> Any:
         cells = (
             f"{each.hit_rate:.1%}",
             f"{each.misses_per_token:.1f}",
+            f"{each.prefetched_per_token:.1f}",
             f"{each.on_cpu_per_token:.1f}",
             f"{each.nbytes_per_token / 1e6:.1f}",
             f"{copied / 1e9:.2f}",

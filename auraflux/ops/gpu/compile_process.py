@@ -50,7 +50,8 @@ class CompileProcess:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
         )
-        threading.Thread(target=self._receive, name="auraflux-compile", daemon=True).start()
+        self._receiver = threading.Thread(target=self._receive, name="auraflux-compile", daemon=True)
+        self._receiver.start()
 
     def submit(self, variant: Any) -> "Future[Compiled]":
         """Compile a variant (`KernelVariant`); raise BackendError if the process has ended."""
@@ -76,6 +77,9 @@ class CompileProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._receiver.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def _receive(self) -> None:
         assert self._process.stdout is not None

@@ -22,6 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import DependenciesFinder, JITFunction
 
 from auraflux.ops.gpu.device import launches_early
+from auraflux.ops.gpu.dry_run import dry_run
 from auraflux.ops.gpu.prebuilt import use_prebuilt
 
 log = logging.getLogger("auraflux")
@@ -207,7 +208,8 @@ def redirect_launches(receiver: Callable[..., Any]) -> Iterator[None]:
     global _receiver
     before, _receiver = _receiver, receiver
     try:
-        yield
+        with dry_run():
+            yield
     finally:
         _receiver = before
 

@@ -16,6 +16,9 @@ class CurrentStream:
     def __exit__(self, *error: object) -> None:
         pass
 
+    def mark(self) -> None:
+        pass
+
     def join(self) -> None:
         pass
 
@@ -25,6 +28,7 @@ class SideStream(CurrentStream):
 
     def __init__(self, device: torch.device):
         self.main, self.side = torch.cuda.current_stream(device), _side(device)
+        self.until: torch.cuda.Event | None = None
 
     def __enter__(self) -> None:
         self.side.wait_stream(self.main)
@@ -34,9 +38,16 @@ class SideStream(CurrentStream):
     def __exit__(self, *error: object) -> None:
         self.inside.__exit__(*error)
 
+    def mark(self) -> None:
+        """Let `join` wait for the launches so far, not for later ones of other blocks."""
+        self.until = self.side.record_event()
+
     def join(self) -> None:
         """Make later launches wait for the side stream."""
-        self.main.wait_stream(self.side)
+        if self.until is None:
+            self.main.wait_stream(self.side)
+        else:
+            self.main.wait_event(self.until)
 
 
 @cache

@@ -10,6 +10,7 @@ from auraflux.ops._cases import Args, Case
 from auraflux.ops.moe._expert_cases import matrices
 from auraflux.ops.moe.experts import SharedExpert, blob_nbytes, blob_of
 from auraflux.ops.moe.pool import DiskMailbox, ExpertPool, aligned
+from auraflux.ops.moe.prefetch import prefetch_expert
 from auraflux.ops.moe.reference import fetch_experts, pooled_mixture, route
 from auraflux.ops.moe.routing import Routing
 
@@ -33,7 +34,7 @@ def pool_of(count: int, hidden: int, inner: int, slots: int, cached: int, **opti
         pool.slots.view(-1)[owner], pool.owners[slot] = slot, owner
         pool.memory[slot] = host[int(offsets.view(-1)[owner]) // size]
         pool.uses[slot] = 4 * torch.rand(())
-    pool.state.copy_(torch.tensor([1000, 7, 3, 0, 0]))
+    pool.state.copy_(torch.tensor([1000, 7, 3, 0, 0, 2, 1]))
     return pool
 
 
@@ -42,6 +43,23 @@ def fetched(tokens: int, k: int, count: int, slots: int, cached: int) -> Args:
     ids = torch.stack([torch.randperm(count)[:k] for _ in range(tokens)]).int()
     ids[0, 0] = -1
     return {"ids": ids, "pool": pool, "layer": LAYER}
+
+
+def prefetched(
+    tokens: int, k: int, count: int, slots: int, cached: int, trust: float = 0.9, clock: int = 1000
+) -> Args:  # fmt: skip
+    """Return predicted experts."""
+    args = fetched(tokens, k, count, slots, cached)
+    args["pool"].state[0], args["pool"].trust[LAYER] = clock, trust
+    return args
+
+
+def predicted(expert: int) -> Args:
+    """Return a step after one of its layer's experts has been prefetched."""
+    args = fetched(1, 4, 7, 21, 12)
+    args["ids"][0, 1], args["pool"].prefetched[LAYER] = 3, expert
+    args["ids"][0, 2:] = torch.tensor([5, 6])
+    return args
 
 
 def pooled(
@@ -96,8 +114,15 @@ POOL_CASES = [
     Case(fetch_experts, "free-slots", lambda: fetched(2, 4, 9, 20, 12)),
     Case(fetch_experts, "all-cached", lambda: fetched(1, 4, 7, 21, 21)),
     Case(fetch_experts, "many-tokens", lambda: fetched(33, 4, 9, 11, 11)),
+    Case(fetch_experts, "predicted", lambda: predicted(3)),
+    Case(fetch_experts, "predicted-wrongly", lambda: predicted(4)),
     Case(fetch_experts, "disk-evicts", lambda: on_disk(fetched(1, 8, 9, 13, 13))),
     Case(fetch_experts, "disk-many-tokens", lambda: on_disk(fetched(33, 4, 9, 11, 11))),
+    Case(prefetch_expert, "evicts", lambda: prefetched(1, 4, 9, 13, 13)),
+    Case(prefetch_expert, "free-slots", lambda: prefetched(2, 4, 9, 20, 12)),
+    Case(prefetch_expert, "all-cached", lambda: prefetched(1, 4, 7, 21, 21)),
+    Case(prefetch_expert, "no-trust", lambda: prefetched(3, 4, 9, 13, 13, trust=0.4)),
+    Case(prefetch_expert, "tries-again", lambda: prefetched(1, 4, 9, 13, 13, trust=0.4, clock=16 * LAYERS)),
     Case(pooled_mixture, "disk-one-token", lambda: on_disk(pooled(1, FOUR, 7, 64, 32, 9, 8, group=32)), tol=6e-3),
     Case(pooled_mixture, "disk-256-wide", lambda: on_disk(pooled(1, SOFTMAX, 20, 256, 256, 24, 24)), tol=6e-3),
     Case(pooled_mixture, "disk-60-tokens", lambda: on_disk(pooled(60, FOUR, 7, 64, 32, 9, 8, group=32)), tol=6e-3),

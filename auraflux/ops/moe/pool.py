@@ -26,7 +26,8 @@ from auraflux.validation import check_fields
 
 HALF_LIFE_TOKENS = 64
 NEVER_USED = -1e30  # log2 of the use count of a free slot
-CLOCK, HITS, MISSES, TICKET, ON_CPU = range(5)  # entries of `state`
+FORGET = 0.1  # weight of the last prefetched expert in a layer's trust
+CLOCK, HITS, MISSES, TICKET, ON_CPU, PREFETCHED, PREFETCHED_USED = range(7)  # entries of `state`
 ALIGNMENT = 16  # bytes, of experts in host memory and of slots
 
 
@@ -112,6 +113,17 @@ class DiskExperts(Protocol):
         """Yield experts as they arrive in host memory, with their bytes; those that cannot be read are left out."""
 
 
+@runtime_checkable
+class SideCopies(Protocol):
+    """Copies of experts on another stream than the kernels'."""
+
+    def before_fetch(self) -> bool:
+        """Make later kernels wait for the copies, which change the tables; return whether there are any."""
+
+    def after_fetch(self) -> None:
+        """Start copies, after the kernels that were launched."""
+
+
 @dataclass(frozen=True, eq=False)
 class ExpertPool:
     """Experts of L layers, E each, in S slots.
@@ -120,14 +132,17 @@ class ExpertPool:
     slots       [L, E]     int32, the slot of each expert; -1 if it is not cached
     owners      [S]        int32, layer * E + expert of each slot; -1 if it is free
     uses        [S]        float32, log2 of each slot's decayed use count
-    state       [5]        int64: tokens times layers so far, hits, fetched misses, a counter that kernels reset, and misses
-                           that the CPU computed
+    state       [7]        int64: tokens times layers so far, hits, fetched misses, a counter that kernels reset, misses that
+                           the CPU computed, experts that were prefetched, and those of them that were used
+    prefetched  [L]        int32, the expert that was prefetched for each layer's next step, or -1
+    trust       [L]        float32, the share of a layer's prefetched experts that were used lately
     host        [N]        uint8 in host memory, pinned where the pool is on a GPU
     offsets     [L, E]     int64, the first byte of each expert in `host`
     like        one expert's matrices and biases for each layer, for shapes and formats
     activation  of the experts, or None for silu
     mailbox     of CPU threads that compute experts of few tokens; None if all missing experts are fetched
     disk        experts on disk; `host` then has a cache of them, and `offsets` are not used
+    side_copies copies on another stream; None without any
     """
 
     memory: Tensor
@@ -135,12 +150,15 @@ class ExpertPool:
     owners: Tensor
     uses: Tensor
     state: Tensor
+    prefetched: Tensor
+    trust: Tensor
     host: Tensor
     offsets: Tensor
     like: list[dict[str, Stack]]
     activation: Activation | None = None
     mailbox: CpuMailbox | None = None
     disk: DiskExperts | None = None
+    side_copies: "SideCopies | None" = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -151,10 +169,17 @@ class ExpertPool:
         if max(self.nbytes) > size or size % ALIGNMENT:
             raise FormatError(f"slots of {size} bytes are no multiple of {ALIGNMENT}, or smaller than an expert.")
         dtypes = {"uses": torch.float32, "state": torch.int64, "offsets": torch.int64, "slots": torch.int32}
-        dtypes |= {"owners": torch.int32, "memory": torch.uint8, "host": torch.uint8}
+        dtypes |= {
+            "owners": torch.int32,
+            "memory": torch.uint8,
+            "host": torch.uint8,
+            "prefetched": torch.int32,
+            "trust": torch.float32,
+        }
         for name, dtype in dtypes.items():
             check_dtype(name, getattr(self, name), dtype)
-        wanted = {"owners": (slots,), "uses": (slots,), "state": (5,), "offsets": (layers, experts)}
+        wanted = {"owners": (slots,), "uses": (slots,), "state": (7,), "offsets": (layers, experts)}
+        wanted |= {"prefetched": (layers,), "trust": (layers,)}
         for name, shape in wanted.items():
             if tuple(getattr(self, name).shape) != shape:
                 raise FormatError(f"'{name}' has shape {list(getattr(self, name).shape)}; {list(shape)} is needed.")
@@ -175,7 +200,9 @@ class ExpertPool:
             torch.full(shape, -1, dtype=torch.int32, device=device),
             torch.full((slots,), -1, dtype=torch.int32, device=device),
             torch.full((slots,), NEVER_USED, dtype=torch.float32, device=device),
-            torch.zeros(5, dtype=torch.int64, device=device),
+            torch.zeros(7, dtype=torch.int64, device=device),
+            torch.full(shape[:1], -1, dtype=torch.int32, device=device),
+            torch.ones(shape[:1], device=device),
             host,
             offsets,
             like,
@@ -238,15 +265,24 @@ def fetch_experts(ids: Tensor, pool: ExpertPool, layer: int) -> Tensor:
                 continue
             slot = int(costs.argmin())
             costs[slot] = torch.inf
-            _place_expert(pool, layer, expert, slot, sources[expert])
+            place_expert(pool, layer, expert, slot, sources[expert])
             pool.uses[slot] = new
         else:
             old = float(pool.uses[slot])
             pool.uses[slot] = max(old, new) + math.log2(1 + 2 ** -abs(old - new))
-    misses = int((cached < 0).sum())
-    pool.state.add_(torch.tensor([len(ids), len(used) - misses, misses, 0, 0], device=pool.state.device))
+    misses, right = int((cached < 0).sum()), _update_trust(pool, layer, used.tolist())
+    pool.state.add_(torch.tensor([len(ids), len(used) - misses, misses, 0, 0, 0, right], device=pool.state.device))
     found = torch.where(ids < experts, pool.slots[layer][ids.clamp(0, experts - 1).long()], len(pool.memory))
     return torch.where(ids < 0, -1, found).int()
+
+
+def _update_trust(pool: ExpertPool, layer: int, used: list[int]) -> bool:
+    """Update a layer's trust by the expert that was prefetched for a step, and return whether the step uses it."""
+    predicted = int(pool.prefetched[layer])
+    if predicted >= 0:
+        pool.trust[layer] += FORGET * (float(predicted in used) - pool.trust[layer])
+        pool.prefetched[layer] = -1
+    return predicted in used
 
 
 def _in_host_memory(pool: ExpertPool, layer: int, experts: list[int]) -> dict[int, Tensor]:
@@ -258,7 +294,7 @@ def _in_host_memory(pool: ExpertPool, layer: int, experts: list[int]) -> dict[in
     return {expert: pool.host[first : first + nbytes] for expert, first in zip(experts, firsts, strict=True)}
 
 
-def _place_expert(pool: ExpertPool, layer: int, expert: int, slot: int, source: Tensor) -> None:
+def place_expert(pool: ExpertPool, layer: int, expert: int, slot: int, source: Tensor) -> None:
     """Copy an expert into a slot and update the tables."""
     evicted, experts = int(pool.owners[slot]), pool.slots.shape[1]
     if evicted >= 0:

@@ -11,6 +11,7 @@ from auraflux.ops.gpu.device import ready
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv
 from auraflux.ops.moe.cuda import fetch, fetch_disk
+from auraflux.ops.moe.cuda import prefetch as prefetch_kernels
 from auraflux.ops.moe.cuda.call import ExpertCall, MixtureCall, RouteCall
 from auraflux.ops.moe.cuda.expert_routes import EXPERTS, ROUTERS
 from auraflux.ops.moe.cuda.routes import MIXTURES
@@ -20,7 +21,17 @@ from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.pool import ExpertPool
 from auraflux.ops.moe.routing import Routing
 
-__all__ = ["combine", "expert_mlp", "expert_parts", "fetch_experts", "mixture", "pooled_mixture", "route", "sum_parts"]
+__all__ = [
+    "combine",
+    "expert_mlp",
+    "expert_parts",
+    "fetch_experts",
+    "mixture",
+    "pooled_mixture",
+    "prefetch_expert",
+    "route",
+    "sum_parts",
+]
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, gain: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -74,6 +85,12 @@ def fetch_experts(ids: Tensor, pool: ExpertPool, layer: int) -> Tensor:
     ready(ids)
     _check_fetch(pool, ids.numel())
     return fetch_disk.fetch(pool, layer, ids)
+
+
+def prefetch_expert(ids: Tensor, pool: ExpertPool, layer: int) -> Tensor:
+    ready(ids)
+    _check_fetch(pool, ids.numel())
+    return prefetch_kernels.prefetch(ids, pool, layer)
 
 
 def pooled_mixture(

@@ -20,6 +20,7 @@ from auraflux.ops.gpu.blocks.elementwise import sigmoid
 from auraflux.ops.gpu.device import INTERPRETED, launches_early, multiprocessors
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import cdiv, power_of_two
+from auraflux.ops.moe import pool as pools
 from auraflux.ops.moe.cuda.routing.kernels import LOWEST, score_keys
 from auraflux.ops.moe.pool import CpuMailbox, ExpertPool
 from auraflux.ops.moe.routing import Routing
@@ -30,6 +31,7 @@ WINDOW = 1024  # slots among which a victim is chosen; with more, the window mov
 PROGRAMS = 1  # of a multiprocessor: more wait longer for their first bytes
 MOST_PAIRS = 4096  # (token, expert) pairs of a call
 MOST_EXPERTS = 1024  # of a layer
+FORGET = tl.constexpr(pools.FORGET)
 MOST_ON_CPU = tl.constexpr(32)  # pairs of a request to the CPU
 FENCED = tl.constexpr(not INTERPRETED)  # the interpreter runs no PTX
 COLUMNS = 1024  # inputs that are copied to the mailbox at once
@@ -45,6 +47,8 @@ class PoolArgs(NamedTuple):
     owners: Tensor
     uses: Tensor
     state: Tensor
+    prefetched: Tensor
+    trust: Tensor
     host: Tensor
     offsets: Tensor
     step: int
@@ -270,6 +274,18 @@ def fetch_kernel(
             tl.store(pool.owners + slot, layer * experts + expert, mask=missing)
             tl.store(pool.state + 3, tl.full([], 0, tl.int64))
         _count_uses(pool, slot, counts, missing, on_cpu, tokens, SHAPE)
+        _update_trust(pool, counts, expert, layer)
+
+
+@triton.jit
+def _update_trust(pool, counts, expert, layer):
+    """Update a layer's trust by the expert that was prefetched for this step."""
+    predicted, trust = tl.load(pool.prefetched + layer), tl.load(pool.trust + layer)
+    if predicted >= 0:
+        used = tl.max(tl.where(expert == predicted, counts, 0), 0) > 0
+        tl.store(pool.trust + layer, trust + FORGET * (used.to(tl.float32) - trust))
+        tl.store(pool.state + 6, tl.load(pool.state + 6) + used.to(tl.int64))
+        tl.store(pool.prefetched + layer, -1)
 
 
 @triton.jit
@@ -294,7 +310,7 @@ def _store_rows(ids, rows, owner, slot, pairs, experts, blocks, count, SHAPE: tl
 def pool_args(pool: ExpertPool, layer: int) -> PoolArgs:
     """Return the kernel arguments of a layer; a slot's words are those of the pool's largest expert."""
     memory, host = pool.memory.view(torch.int32), pool.host.view(torch.int32)
-    tables = pool.slots, pool.slots[layer], pool.owners, pool.uses, pool.state
+    tables = pool.slots, pool.slots[layer], pool.owners, pool.uses, pool.state, pool.prefetched, pool.trust
     return PoolArgs(memory, *tables, host, pool.offsets[layer], memory.stride(0))
 
 
@@ -347,8 +363,12 @@ def _launch(
         0 if mailbox is None else mailbox.x.shape[1], COLUMNS,
     )  # fmt: skip
     programs = min(PROGRAMS * multiprocessors(pool.memory.device), cdiv(words, shape.chunk))
+    # a kernel that also waits for another stream starts after the one before it
+    early = not (pool.side_copies is not None and pool.side_copies.before_fetch()) and early
     launch(fetch_kernel, (programs,))(
         step, rows, owner, pool_args(pool, layer), mailbox, layer, tokens, tokens * k, experts, blocks, slots, shape,
         num_warps=WARPS, launch_pdl=early,
     )  # fmt: skip
+    if pool.side_copies is not None:
+        pool.side_copies.after_fetch()
     return rows

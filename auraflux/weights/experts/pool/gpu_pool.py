@@ -18,15 +18,17 @@ from auraflux.ops import (
     ExpertPool,
     Experts,
 )
+from auraflux.ops.gpu.dry_run import is_dry_run
 from auraflux.ops.moe.experts import Stack, blob_nbytes
-from auraflux.ops.moe.pool import HITS, MISSES, ON_CPU, aligned
+from auraflux.ops.moe.pool import HITS, MISSES, ON_CPU, PREFETCHED, PREFETCHED_USED, aligned
 from auraflux.weights.experts.packed_files import ExpertFile
 from auraflux.weights.experts.pool.cpu_split import CpuSplit, refuses_cpu
 from auraflux.weights.experts.pool.disk_stream import DiskLayerStream
 from auraflux.weights.experts.pool.disk_tier import DiskTier
 from auraflux.weights.experts.pool.host_memory import NOT_PINNED, HostMemory
-from auraflux.weights.experts.pool.layer_stream import LayerStream
-from auraflux.weights.experts.pool.pooled_experts import PooledExperts
+from auraflux.weights.experts.pool.layer_stream import DryStream, LayerStream
+from auraflux.weights.experts.pool.pooled_experts import PooledExperts, Stream
+from auraflux.weights.experts.pool.prefetch import Prefetch
 from auraflux.weights.experts.settings import format_nbytes
 from auraflux.weights.experts.stats import ExpertCacheStats, ExpertCacheStatsByLayer
 
@@ -79,6 +81,7 @@ class GpuExpertPool:
         self._pool: ExpertPool | None = None
         self._stream: LayerStream | None = None
         self._split: CpuSplit | None = None
+        self.prefetch: Prefetch | None = None
 
     @property
     def pinned(self) -> bool:
@@ -90,8 +93,10 @@ class GpuExpertPool:
         return self._pool
 
     @property
-    def stream(self) -> LayerStream:
+    def stream(self) -> Stream:
         """The stream of long prefill steps, made when the first one runs."""
+        if is_dry_run():
+            return DryStream(self.pool)
         if self._stream is None:
             self._stream = LayerStream(self.pool) if self.tier is None else DiskLayerStream(self.pool, self.tier)
         return self._stream
@@ -166,8 +171,12 @@ class GpuExpertPool:
             return
         if not self.pinned:
             self.notes.append(NOT_PINNED)
-        elif self.plan.cpu:
+            return
+        if self.plan.cpu:
             self.share_with_cpu()
+        if self._split is None:
+            self.prefetch = Prefetch(lambda: self.pool)
+            self._pool = replace(self.pool, side_copies=self.prefetch)
 
     def _finish_disk(self, tier: DiskTier, memory: Tensor, sizes: list[int]) -> None:
         """Start the threads that read experts from disk; the slots are filled by the first tokens."""
@@ -217,6 +226,10 @@ class GpuExpertPool:
         tokens  of the step
         parts   in which each layer runs them, before the next layer
         """
+        if self.prefetch is not None:
+            self.prefetch.reset()
+        if is_dry_run():
+            return
         if self.tier is not None:
             self.tier.wake()
         if self.streams(tokens * self.plan.k):
@@ -263,12 +276,13 @@ class GpuExpertPool:
         self.end_stream()
         uses, order = pool.uses.sort(descending=True)
         owners, before = pool.owners[order].tolist()[:slots], len(pool.memory)
-        tables, rest = (pool.host, pool.offsets, pool.like, pool.activation), (pool.state, pool.mailbox, pool.disk)
+        tables = pool.host, pool.offsets, pool.like, pool.activation
+        rest = {name: getattr(pool, name) for name in ("state", "trust", "mailbox", "disk", "side_copies")}
         # nothing may refer to the memory any more
         self._pool = self._stream = None
         del pool
         memory = torch.empty(slots, size, dtype=torch.uint8, device=self.device)
-        self._pool = replace(ExpertPool.empty(memory, *tables), state=rest[0], mailbox=rest[1], disk=rest[2])
+        self._pool = replace(ExpertPool.empty(memory, *tables), **rest)
         if self.tier is None:
             self.pool.uses.copy_(uses[:slots])
             for slot, owner in enumerate(owners):
@@ -320,9 +334,10 @@ class GpuExpertPool:
         if self.tier is not None:
             disk = self.tier.cache_stats()
             return ExpertCacheStatsByLayer(replace(disk, hits=hits, misses=fetched, from_disk=disk.misses))
-        nbytes = fetched * self.pool.memory.shape[1]
+        nbytes, late = (fetched + state[PREFETCHED]) * self.pool.memory.shape[1], fetched + state[ON_CPU]
+        used = state[PREFETCHED_USED]
         return ExpertCacheStatsByLayer(
-            ExpertCacheStats(hits=hits, misses=fetched + state[ON_CPU], nbytes=nbytes, on_cpu=state[ON_CPU])
+            ExpertCacheStats(hits=hits - used, prefetched=used, misses=late, nbytes=nbytes, on_cpu=state[ON_CPU])
         )
 
 

@@ -208,6 +208,23 @@ class LayerStream:
             table.copy_(host, non_blocking=True)
 
 
+class DryStream:
+    """Stands for a `LayerStream` in a dry run: layers launch the same kernels, and nothing is copied."""
+
+    def __init__(self, pool: ExpertPool):
+        self._pool = pool
+
+    @property
+    def single_pass(self) -> bool:
+        return len(self._pool.memory) >= self._pool.slots.shape[1]
+
+    def begin(self, tokens: int, parts: int = 1) -> None:
+        pass
+
+    def run(self, layer: int, tokens: int, work: Callable[[Experts], None]) -> None:
+        work(self._pool.layers[layer])
+
+
 def _least_used(uses: np.ndarray, size: int) -> np.ndarray:
     """Return so many slots in a row whose experts were used least."""
     sums = np.concatenate([[0.0], np.exp2(uses.astype(np.float64) - uses.max()).cumsum()])

@@ -20,8 +20,19 @@ from auraflux.ops import (
     sum_parts,
 )
 from auraflux.ops.moe.reference import shared_result
-from auraflux.weights.experts.pool.layer_stream import LayerStream
+from auraflux.weights.experts.pool.prefetch import Prefetch
 from auraflux.weights.experts.resident import ExpertPredictor, MixtureInput
+
+
+class Stream(Protocol):
+    """The stream of experts of long prefill steps, as layers and pool see it; see `LayerStream`."""
+
+    @property
+    def single_pass(self) -> bool: ...
+
+    def begin(self, tokens: int, parts: int = 1) -> None: ...
+
+    def run(self, layer: int, tokens: int, work: Callable[[Experts], None]) -> None: ...
 
 
 class Store(Protocol):
@@ -36,9 +47,11 @@ class Store(Protocol):
     @property
     def pool(self) -> ExpertPool: ...
     @property
-    def stream(self) -> LayerStream: ...
+    def stream(self) -> Stream: ...
     @property
     def on_disk(self) -> bool: ...
+    @property
+    def prefetch(self) -> Prefetch | None: ...
 
     def check(self) -> None: ...
 
@@ -47,15 +60,17 @@ class Store(Protocol):
     def end_stream(self) -> None: ...
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PooledExperts:
     """Experts of one layer of a pool."""
 
     store: Store
     layer: int
+    _predictor: ExpertPredictor | None = None
 
     def prefetch_with(self, predictor: ExpertPredictor | None) -> None:
-        """Do nothing: missing experts are fetched on the device."""
+        """Set the predictor of the next mixture's experts; None if there is no next mixture."""
+        self._predictor = predictor
 
     def forward(self, inputs: MixtureInput) -> Tensor:
         """Route tokens, run their experts and add the result to the residual stream: [T, H]."""
@@ -71,7 +86,12 @@ class PooledExperts:
             fetch_experts.reference(route(inputs.scores, inputs.routing, inputs.bias)[0], store.pool, layer)
             store.check()
             return mixture(*given, store.pool.layers[layer], *added)
+        prefetch = store.prefetch
+        if prefetch is not None and self._predictor is not None:
+            prefetch.predict(self._predictor, inputs.residual, layer + 1)
         found = pooled_mixture(*given, store.pool, layer, *added)
+        if prefetch is not None:
+            prefetch.after_fetch()
         self._check()
         return found
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from auraflux.errors import SettingsError
-from auraflux.ops import Clamp, Experts, Routing
+from auraflux.ops import Clamp, Experts, Routing, route
 from auraflux.ops.moe.experts import BIASES, KINDS, blob_of
-from auraflux.ops.moe.pool import CLOCK, MISSES
+from auraflux.ops.moe.pool import CLOCK, MISSES, PREFETCHED
 from auraflux.quant import quantize
 from auraflux.weights.experts.pool.gpu_pool import GpuExpertPool, PoolPlan
 from auraflux.weights.experts.pool.pooled_experts import PooledExperts
@@ -252,3 +252,48 @@ def test_slots_are_given_up_and_the_most_used_experts_stay(device: str):
             assert float((mine.forward(given) - expected).norm() / expected.norm()) < 1e-2
     owned = {int(owner): slot for slot, owner in enumerate(store.pool.owners.tolist()) if owner >= 0}
     assert owned == {index: slot for index, slot in enumerate(store.pool.slots.view(-1).tolist()) if slot >= 0}
+
+
+def decoded(store: GpuExpertPool, pooled: list[PooledExperts], steps: int, right: bool) -> None:
+    """Run decode steps whose layers predict the experts of the next one, rightly or not."""
+    for _ in range(steps):
+        store.before_step(1)
+        given = [inputs(1, 64, "cpu", torch.float32) for _ in pooled]
+        ids = [route(each.scores, ROUTING)[0] for each in given]
+        for layer, mine in enumerate(pooled[:-1]):
+            following = ids[layer + 1] if right else (ids[layer + 1] + COUNT // 2) % COUNT
+            mine.prefetch_with(lambda residual, following=following: following)
+        for mine, each in zip(pooled, given, strict=True):
+            mine.forward(each)
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> tuple[GpuExpertPool, list[PooledExperts]]:
+    """Return a pool whose layers run as on a GPU that reads host memory."""
+    monkeypatch.setattr(GpuExpertPool, "pinned", True)
+    torch.manual_seed(5)
+    return pool_of([make_layer(64, 32, group=32) for _ in range(4)], 20, "cpu")
+
+
+def test_a_predicted_expert_is_there_before_its_layer_runs(pinned):
+    store, pooled = pinned
+    decoded(store, pooled, 30, right=True)
+    stats, (layers, count) = store.cache_stats().total, store.pool.slots.shape
+    # of the layers after the first, but the last
+    assert 40 < stats.prefetched <= 2 * 30
+    assert stats.hits + stats.misses + stats.prefetched == 30 * layers * ROUTING.k
+    assert stats.nbytes == (int(store.pool.state[MISSES]) + int(store.pool.state[PREFETCHED])) * store.pool.memory.shape[1]
+    owned = {int(owner): slot for slot, owner in enumerate(store.pool.owners) if owner >= 0}
+    assert owned == {index: int(slot) for index, slot in enumerate(store.pool.slots.view(-1)) if slot >= 0}
+    for owner, slot in owned.items():
+        first, nbytes = int(store.pool.offsets.view(-1)[owner]), store.pool.nbytes[owner // count]
+        assert torch.equal(store.pool.memory[slot, :nbytes], store.pool.host[first : first + nbytes])
+
+
+def test_wrong_predictions_end(pinned):
+    store, pooled = pinned
+    decoded(store, pooled, 64, right=False)
+    # half of the experts are predicted wrongly each time: 7 wrong ones in a row end it but for a trial every 16 steps
+    assert int(store.pool.state[PREFETCHED]) < 64
+    assert float(store.pool.trust[1:3].max()) <= 0.5
+    assert torch.equal(store.pool.trust[[0, 3]], torch.ones(2))
