@@ -10,7 +10,7 @@ from numba.core import cgutils
 from torch import Tensor
 
 from auraflux.ops.simd.isa import ISA
-from auraflux.ops.simd.jit import LINE, Kernel, arguments, as_float, floats, int64s, jit, share, threads, workspace
+from auraflux.ops.simd.jit import LINE, Kernel, arguments, as_float, empty, floats, int64s, jit, share, threads, workspace
 from auraflux.ops.simd.softmax import ZERO, fill
 from auraflux.ops.simd.vectors import (
     F32,
@@ -166,7 +166,7 @@ ROWS_OF = {torch.bfloat16: _build(2), torch.float32: _build(4)}
 def multiply_rows(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply x [T, K] float32 by a weight [N, K]: [T, N]."""
     found = weight if weight.dtype in ROWS_OF else as_float(weight)
-    out = torch.empty(x.shape[0], weight.shape[0])
+    out = empty(x.shape[0], weight.shape[0])
     jobs = threads() if weight.numel() * len(x) >= PARALLEL_FROM else 1
     space = workspace(jobs * SCRATCH)
     sizes = found.data_ptr(), weight.shape[0], out.data_ptr(), space, SCRATCH

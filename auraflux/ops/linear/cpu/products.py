@@ -45,6 +45,7 @@ from auraflux.ops.simd.jit import (
     Kernel,
     address_of,
     arguments,
+    empty,
     int32s,
     int64s,
     jit,
@@ -363,7 +364,7 @@ def multiply(steps: Driver, x: Tensor, weights: Sequence[QTensor]) -> list[Tenso
     for weight in weights:
         rows = weight.shape[0]
         wide = padded(rows)
-        out = torch.empty(tokens, wide)
+        out = empty(tokens, wide)
         products.extend((*weight.addresses, index, tokens, out.data_ptr(), rows, 4 * wide))
         if wide != rows:
             out, is_padded = out[:, :rows], True

@@ -30,7 +30,19 @@ from auraflux.ops.linear.cpu.products import (
 )
 from auraflux.ops.linear.cpu.routes import DRIVERS
 from auraflux.ops.moe.experts import Clamp, Experts, Gelu, Limit, ReluSquare, Stack
-from auraflux.ops.simd.jit import Kernel, arguments, as_float, error_flag, floats, int32s, int64s, like, share, threads
+from auraflux.ops.simd.jit import (
+    Kernel,
+    arguments,
+    as_float,
+    empty,
+    error_flag,
+    floats,
+    int32s,
+    int64s,
+    like,
+    share,
+    threads,
+)
 from auraflux.quant import QTensor
 
 TOKENS_AT_ONCE = 512  # bounds the intermediate results: a pair needs 4 * (2 * I + H) bytes
@@ -152,7 +164,7 @@ class Steps(NamedTuple):
 def sum_experts(steps: Steps, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
     """Run `expert_mlp` in chunks of TOKENS_AT_ONCE tokens."""
     wide = as_float(x)
-    out = torch.empty_like(wide)
+    out = empty(*wide.shape)
     for first in range(0, len(x), TOKENS_AT_ONCE):
         part = slice(first, first + TOKENS_AT_ONCE)
         _sum_chunk(steps, wide[part], ids[part], weights[part], experts, out[part])
@@ -170,7 +182,7 @@ def write_parts(steps: Steps, x: Tensor, ids: Tensor, experts: Experts, parts: T
 
 def sum_parts(parts: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     tokens, k, hidden = parts.shape
-    out = torch.empty(tokens, hidden)
+    out = empty(tokens, hidden)
     jobs = threads() if parts.numel() >= PARALLEL_FROM else 1
     arrays = (parts.data_ptr(), 4 * hidden, token_indices(tokens * k), weights.data_ptr())
     _weighted_sum(jobs, *arrays, tokens, k, hidden, out.data_ptr())
@@ -244,7 +256,7 @@ def _quantized_gate_up(x: Tensor, experts: Experts, plan: Tensor, pairs: int, on
     inner, count, starts = experts.inner, experts.count, plan.data_ptr()
     index, wide, most = starts + 8 * (count + 1), padded(inner), min(count, pairs)
     names = ("up",) if experts.gate is None else ("gate", "up")
-    found = torch.empty(len(names), pairs, wide)
+    found = empty(len(names), pairs, wide)
     products = torch.empty(len(names) * most * FIELDS, dtype=torch.int64)
     # gate and up of an expert are neighbours, because they have the same tokens
     step, apart = (len(names), 1) if one_list else (1, most)
@@ -275,7 +287,7 @@ def quantized_down(hidden: Tensor, experts: Experts, plan: Tensor) -> Tensor:
     """Multiply down of all experts as one list of products."""
     stack, pairs, count = quantized(experts.down), len(hidden), experts.count
     wide, most = padded(experts.hidden), min(count, pairs)
-    results = torch.empty(pairs, wide)
+    results = empty(pairs, wide)
     products = torch.empty(most * FIELDS, dtype=torch.int64)
     where = (token_indices(pairs), results.data_ptr(), experts.hidden, 4 * wide, products.data_ptr(), 1)
     _list_products(1, plan.data_ptr(), count, most, *stack.addresses, *experts.strides["down"], *where)
