@@ -32,6 +32,7 @@ from auraflux.ops.simd.compile.cache_folder import is_stored, our_cache
 from auraflux.ops.simd.compile.compiler import FAST, OPTIONS, KernelCompiler
 from auraflux.ops.simd.compile.compiler import jit_with as jit_with
 from auraflux.ops.simd.threads import LINE, launch, thread_pool
+from auraflux.ops.simd.threads import several_jobs as several_jobs
 from auraflux.ops.simd.threads import threads as threads
 
 jit = jit_with(*FAST)

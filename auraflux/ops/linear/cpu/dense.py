@@ -138,12 +138,15 @@ def _build(nbytes: int) -> Kernel:
         addresses, spare = space + job * scratch, space + job * scratch + 8 * GROUP
         sums = spare + LINE
         groups = (rows + GROUP - 1) // GROUP
-        for group in share(groups, job, jobs):
+        # few rows alone would be too few parts for the threads
+        runs = max(1, min((jobs + groups - 1) // groups, tokens // TOKENS))
+        for part in share(groups * runs, job, jobs):
+            group, those = part // runs, share(tokens, part % runs, runs)
             first, tiles = group * GROUP, (min(GROUP, rows - group * GROUP) + ROWS - 1) // ROWS
             for r in range(tiles * ROWS):
                 int64s(addresses, GROUP)[r] = weight + nbytes * width * min(first + r, rows - 1)
-            for token in range(0, tokens, TOKENS):
-                some, mine = min(TOKENS, tokens - token), x + 4 * token * width
+            for token in range(those.start, those.stop, TOKENS):
+                some, mine = min(TOKENS, those.stop - token), x + 4 * token * width
                 fill(sums, tiles * TOKENS * ROWS * LANES, ZERO)
                 for start in range(0, width, INPUTS):
                     for tile in range(tiles):

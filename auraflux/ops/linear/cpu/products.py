@@ -39,6 +39,7 @@ from auraflux.ops.linear.cpu.matrix_tiles import (
 )
 from auraflux.ops.linear.cpu.panels import has_panels, panel_tiles, tile_nbytes
 from auraflux.ops.linear.cpu.unpack import place_codes
+from auraflux.ops.simd.atomics import compare_exchange, fetch_add, load
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import (
     LINE,
@@ -49,6 +50,7 @@ from auraflux.ops.simd.jit import (
     int32s,
     int64s,
     jit,
+    several_jobs,
     share,
     threads,
     workspace,
@@ -56,6 +58,10 @@ from auraflux.ops.simd.jit import (
 from auraflux.quant import QTensor, grids, levels, super_blocks
 from auraflux.quant.packing import LANE_FIELDS
 
+# jobs of a thread, and those whose threads interleave tokens for themselves: some processors are slower than others for a while
+JOBS_PER_THREAD, GATHERING_JOBS_PER_THREAD = 4, 2
+MOST_SLOTS = 62  # bits of a positive word
+SLOTS_TAKEN = 8 * 12  # offset of that word in the arguments of `multiply`
 TOGETHER = max(1, 16 // BLOCK)  # blocks unpacked before the tokens pass: amortizes reading the activations
 # below these, waking the threads costs more than the work
 PARALLEL_FROM = 1 << 16  # weights times tokens
@@ -104,23 +110,25 @@ class Driver:
         in_order  each product takes all tokens, in their order
         """
         rows, width = weight.shape[-2:]
-        jobs = threads() if tokens * count * rows * width >= PARALLEL_FROM else 1
+        workers = threads() if tokens * count * rows * width >= PARALLEL_FROM else 1
         token_nbytes, scratch_nbytes, tile_nbytes = self.sizes(width)
         tiles = self.panel_tiles(self.form, width, tokens)
-        panels, acts_nbytes = jobs * tiles * tile_nbytes, -(-tokens * token_nbytes // LINE) * LINE
         few = tokens * width < PREPARE_PARALLEL_FROM
+        share_tiles = in_order and self.by_tiles and tiles > 0 and not few
+        jobs, slots = _jobs_of(workers, GATHERING_JOBS_PER_THREAD if tiles and not share_tiles else JOBS_PER_THREAD)
         sizes = tokens, width, products, count, weight.lanes == 1
-        if in_order and self.by_tiles and tiles and not few:
+        if share_tiles:
             shared, line = -(-tokens // FULL) * tile_nbytes, -(-token_nbytes // LINE) * LINE
             # a thread's token, then its blocks of rows
-            ready = workspace(shared + jobs * max(line, scratch_nbytes))
-            self.prepare_tiles(jobs, x, tokens, width, ready, ready + shared, tile_nbytes, line)
-            self.multiply(jobs, 0, *sizes, ready + shared, tiles, tile_nbytes, 0, ready)
+            ready = workspace(shared + max(workers * line, slots * scratch_nbytes))
+            self.prepare_tiles(min(workers, tokens), x, tokens, width, ready, ready + shared, tile_nbytes, line)
+            self.multiply(jobs, 0, *sizes, ready + shared, tiles, tile_nbytes, 0, ready, slots, 0)
             return
-        space = workspace(panels + (jobs if few else 1) * acts_nbytes + jobs * scratch_nbytes)
+        panels, acts_nbytes = slots * tiles * tile_nbytes, -(-tokens * token_nbytes // LINE) * LINE
+        space = workspace(panels + (slots if few else 1) * acts_nbytes + slots * scratch_nbytes)
         if not few:
-            self.prepare(jobs, x, tokens, width, space + panels)
-        self.multiply(jobs, x if few else 0, *sizes, space, tiles, tile_nbytes, acts_nbytes, 0)
+            self.prepare(min(workers, tokens), x, tokens, width, space + panels)
+        self.multiply(jobs, x if few else 0, *sizes, space, tiles, tile_nbytes, acts_nbytes, 0, slots, 0)
 
     def sizes(self, width: int) -> tuple[int, int, int]:
         """Return the bytes per token, per thread and per tile of tokens."""
@@ -141,6 +149,14 @@ class Driver:
         if form.words:
             scales += 8 * (width // form.group)
         return TOGETHER * (BLOCK * (width * form.unpacked_nbytes + width * form.bits // 8 + scales) + LINE)
+
+
+def _jobs_of(workers: int, each: int) -> tuple[int, int]:
+    """Return the jobs of a launch, and the slots of scratch memory: no more jobs than slots run at a time."""
+    if workers == 1 or workers > MOST_SLOTS:
+        return workers, workers
+    jobs = several_jobs(each)
+    return jobs, min(jobs, MOST_SLOTS)
 
 
 @cache
@@ -181,6 +197,17 @@ def _blocks_of(blocks, each, before, first, last):
     start = (max(first - before, 0) + each - 1) // each
     stop = (max(last - before, 0) + each - 1) // each
     return min(start, blocks), min(stop, blocks)
+
+
+@jit
+def _take_slot(taken):
+    """Take the first free slot of scratch memory; bits of the word at `taken` are slots in use."""
+    while True:
+        before, slot = load(taken), 0
+        while before >> slot & 1:
+            slot += 1
+        if compare_exchange(taken, before, before | 1 << slot):
+            return slot
 
 
 @numba.njit(inline="always")
@@ -243,11 +270,12 @@ def build_multiply(spec: Form, by_tiles: bool) -> Kernel:
 
     @Kernel
     def multiply(args, job, jobs):
-        x, tokens, width, products, count, by_rows, space, most, tile_step, acts_nbytes, ready = arguments(args, 11)
+        x, tokens, width, products, count, by_rows, space, most, tile_step, acts_nbytes, ready, slots = arguments(args, 12)
         groups, code_words, scales_each = width // group, width * bits // 32, width // scale_inputs * scale_count
+        slot = job if slots == jobs else _take_slot(args + SLOTS_TAKEN)
         panel_nbytes = 0 if ready else most * tile_step
-        panels, space = space + job * panel_nbytes, space + jobs * panel_nbytes
-        acts = _acts(space + (job * acts_nbytes if x else 0), tokens, width, groups, act_nbytes)
+        panels, space = space + slot * panel_nbytes, space + slots * panel_nbytes
+        acts = _acts(space + (slot * acts_nbytes if x else 0), tokens, width, groups, act_nbytes)
         if x:
             _prepare(form, x, range(tokens), width, groups, acts)
         table = int64s(products, count * FIELDS)
@@ -258,7 +286,7 @@ def build_multiply(spec: Form, by_tiles: bool) -> Kernel:
         )
         wide_nbytes = 4 * BLOCK * groups if words else 0
         scratch_size = (unpacked_nbytes + codes_nbytes + 2 * (scales_nbytes + wide_nbytes) + LINE) // LINE * LINE
-        unpacked = space + (jobs if x else 1) * acts_nbytes + job * TOGETHER * scratch_size
+        unpacked = space + (slots if x else 1) * acts_nbytes + slot * TOGETHER * scratch_size
         gathered = (0, 0)
         if by_matrix and most:
             configure_tiles((form,))
@@ -338,6 +366,8 @@ def build_multiply(spec: Form, by_tiles: bool) -> Kernel:
                 index, left, out = index + 8 * some_tokens, left - some_tokens, out + some_tokens * table[p + STRIDE]
         if by_matrix and most:
             release_tiles(())
+        if slots != jobs:
+            fetch_add(args + SLOTS_TAKEN, -(1 << slot))
 
     return multiply
 
