@@ -94,10 +94,10 @@ def bench_ops(
     from auraflux.cli.bench.gpu import bench_gpu
     from auraflux.machine import load, this_machine
 
+    if counts and device != "cpu":
+        raise Failure("--threads is for --device cpu.")
     check_device(device)
     if counts:
-        if device != "cpu":
-            raise Failure("--threads is for --device cpu.")
         bench_threads(names, case, sorted({*counts}), seconds, as_json, save)
         return
     if device == "cuda":

@@ -15,10 +15,9 @@ def bench_threads(
     names: tuple[str, ...], case: str | None, counts: list[int], seconds: float | None, as_json: bool, save: Path | None
 ) -> None:
     """Time the benchmark cases with each number of threads, and show or save the table."""
-    from auraflux.bench.ops import BUDGET_S, bench_cases
+    from auraflux.bench.ops import BUDGET_S, bench_cases, run_by_threads
     from auraflux.bench.report import document, place, row
     from auraflux.bench.report import save as write
-    from auraflux.bench.scaling import run_scaling
     from auraflux.machine import load, this_machine
     from auraflux.ops.simd.peak_bandwidth import read_bandwidths
     from auraflux.ops.simd.threads import threads
@@ -28,7 +27,7 @@ def bench_threads(
     target = place(save, f"{this_machine().slug}-threads") if save is not None else None
     load_before = load()
     peaks = read_bandwidths([*{*counts, 1, most}])
-    found = list(run_scaling(bench_cases(names, case), counts, seconds or BUDGET_S, lambda text: click.echo(text, err=True)))
+    found = list(run_by_threads(bench_cases(names, case), counts, seconds or BUDGET_S, lambda text: click.echo(text, err=True)))
     command, ends = shlex.join(["auraflux", *sys.argv[1:]]), {"all_threads": peaks[most], "one_thread": peaks[1]}
     made = document(command, "cpu", most, load_before, ends, [])
     made["read_ceiling_gb_per_s"] |= {f"{count}_threads": round(peaks[count] / 1e9, 2) for count in counts}

@@ -65,6 +65,7 @@ SLOTS_TAKEN = 8 * 12  # offset of that word in the arguments of `multiply`
 TOGETHER = max(1, 16 // BLOCK)  # blocks unpacked before the tokens pass: amortizes reading the activations
 # below these, waking the threads costs more than the work
 PARALLEL_FROM = 1 << 16  # weights times tokens
+SEVERAL_FROM = 1 << 24  # the same; 48 more jobs cost 5 us on 16 threads
 PREPARE_PARALLEL_FROM = 1 << 12 if ISA.lanes == 4 else 1 << 13  # activations; fewer are converted by every thread redundantly
 
 KINDS: dict[torch.dtype | str, str] = {
@@ -110,12 +111,14 @@ class Driver:
         in_order  each product takes all tokens, in their order
         """
         rows, width = weight.shape[-2:]
-        workers = threads() if tokens * count * rows * width >= PARALLEL_FROM else 1
+        work = tokens * count * rows * width
+        workers = threads() if work >= PARALLEL_FROM else 1
         token_nbytes, scratch_nbytes, tile_nbytes = self.sizes(width)
         tiles = self.panel_tiles(self.form, width, tokens)
         few = tokens * width < PREPARE_PARALLEL_FROM
         share_tiles = in_order and self.by_tiles and tiles > 0 and not few
-        jobs, slots = _jobs_of(workers, GATHERING_JOBS_PER_THREAD if tiles and not share_tiles else JOBS_PER_THREAD)
+        each = GATHERING_JOBS_PER_THREAD if tiles and not share_tiles else JOBS_PER_THREAD
+        jobs, slots = _jobs_of(workers, each if work >= SEVERAL_FROM else 1)
         sizes = tokens, width, products, count, weight.lanes == 1
         if share_tiles:
             shared, line = -(-tokens // FULL) * tile_nbytes, -(-token_nbytes // LINE) * LINE
