@@ -6,10 +6,11 @@ Reading an attribute of a tensor costs 0.1 us, so only the dtype is read; the me
 """
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -33,16 +34,27 @@ Owner = TypeVar("Owner")
 Result = TypeVar("Result")
 
 
+class _Cached(NamedTuple):
+    """A result and the instance that it describes. Not by its id: a later instance may lie at the same address."""
+
+    owner: weakref.ref[Any]
+    result: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # deep copies and unpickled instances have none
+        return type(None), ()
+
+
 def cached_on_instance(function: Callable[[Owner], Result]) -> Callable[[Owner], Result]:
     """Cache the result of a function of an immutable instance on that instance."""
     name = f"{function.__module__}.{function.__name__}"
 
     def cached(owner: Owner) -> Result:
-        # a copied instance carries the original's cached result, which describes other memory
+        # a shallow copy carries the original's cached result, which describes other memory
         known = owner.__dict__.get(name)
-        if known is None or known[0] != id(owner):
-            known = owner.__dict__[name] = id(owner), function(owner)
-        return known[1]
+        if known is None or known.owner() is not owner:
+            known = owner.__dict__[name] = _Cached(weakref.ref(owner), function(owner))
+        return known.result
 
     return cached
 

@@ -98,6 +98,44 @@ def _time(case: Case, peers: Sequence[Peer], error: float, peak: float, budget_s
     return Result(case.op.name, case.name, contract, "timed", None, error, timings[0], nbytes, flops, shown)
 
 
+def run_by_threads(
+    cases: Iterable[Case],
+    counts: Sequence[int],
+    budget_s: float = BUDGET_S,
+    say: Callable[[str], None] = lambda text: None,
+) -> Iterator[tuple[int, Result]]:
+    """Check each case, then time it with each number of threads, alternating; yield the number and the result."""
+    from auraflux.ops.simd.threads import set_threads, threads
+
+    def call(count: int, args: Args) -> None:
+        set_threads(count)
+        case.op(**args)
+
+    before = threads()
+    for case in cases:
+        say(f"{case.op.name} {case.name}")
+        contract, verdict = "exact" if case.exact else "fast", judge(case, "cpu")
+        if reason := verdict.wrong or verdict.declined:
+            state = "declined" if verdict.wrong is None else "wrong"
+            yield before, Result(case.op.name, case.name, contract, state, reason, verdict.error)
+            continue
+        args = case.args()
+        rotation = Rotation(args, copies_to_rotate(storage_nbytes(args), last_cache_nbytes(), free_nbytes()))
+        flops = None if case.flops is None else case.flops(args)
+        with use_backend("cpu"), exact(case.exact):
+            nbytes = bytes_moved(case, args, case.op(**rotation.copies[0]))
+            rotation.note_changes()
+            rotation.restore()
+            calls = [[partial(call, count, each) for each in rotation.copies] for count in counts]
+            contenders = [Contender(each, restore=rotation.restore) for each in calls]
+            try:
+                timings = race(contenders, budget_s)
+            finally:
+                set_threads(before)
+        for count, timing in zip(counts, timings, strict=True):
+            yield count, Result(case.op.name, case.name, contract, "timed", None, verdict.error, timing, nbytes, flops)
+
+
 @dataclass
 class Entry:
     """A peer that is being set up: it is timed if `contender` is set, else the note gives the reason."""

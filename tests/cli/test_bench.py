@@ -1,7 +1,6 @@
 """`auraflux bench ops` on cases small enough to time in a moment."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -31,7 +30,8 @@ def refuse(x: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def bench(monkeypatch):
     """Run the command on one op with the given kernel and peers."""
-    monkeypatch.setattr(peak_bandwidth, "peak_read_bandwidth", partial(peak_bandwidth.peak_read_bandwidth, 1 << 20))
+    measure = peak_bandwidth.read_bandwidths
+    monkeypatch.setattr(peak_bandwidth, "read_bandwidths", lambda counts, nbytes=None: measure(counts, 1 << 20))
 
     def run(*words: str, kernel=lambda x: x + x, peers=()):
         op = Op(doubled, (), None)
@@ -136,3 +136,22 @@ def test_cuda_without_a_gpu_is_refused(bench):
     done = bench("--device", "cuda")
     assert done.exit_code == 1
     assert done.stderr.startswith("error: torch finds no NVIDIA GPU here.")
+
+
+def test_threads_are_rows_and_their_peaks_are_shown(bench):
+    done = bench("--threads", "1", "--json")
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["read_ceiling_gb_per_s"]["1_threads"] == found["read_ceiling_gb_per_s"]["one_thread"] > 0
+    (row,) = found["results"]
+    assert (row["threads"], row["op"], row["state"], row["nbytes"]) == (1, "doubled", "timed", 800)
+    table = bench("--threads", "1").stdout
+    assert "1 threads" in table
+    assert "doubled tiny" in table
+
+
+def test_threads_that_are_not_there_are_refused(bench):
+    done = bench("--threads", "4096")
+    assert done.exit_code == 1
+    assert "4096" in done.stderr
+    assert "--device cpu" in bench("--threads", "1", "--device", "cuda").stderr

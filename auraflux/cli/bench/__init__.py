@@ -16,6 +16,7 @@ from auraflux.cli.bench.serve import bench_serve
 from auraflux.cli.bench.signals import busy
 from auraflux.cli.bench.speculate import bench_speculate
 from auraflux.cli.bench.stream import bench_stream
+from auraflux.cli.bench.threads import bench_threads
 from auraflux.cli.options.command import Command, Group
 from auraflux.cli.output.failure import Failure
 from auraflux.cli.output.units import size
@@ -45,6 +46,14 @@ bench.add_command(bench_stream)
 @click.option("--routes", is_flag=True, help="On a GPU, instead of peers: the kernel that would run without the chosen one.")
 @click.option("--as", "older", metavar="8.9", help="On a GPU: the kernels and limits of a GPU of this compute capability.")
 @click.option(
+    "--threads",
+    "counts",
+    multiple=True,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="On CPU, instead of peers: time each case with so many threads; may be given several times.",
+)
+@click.option(
     "--seconds",
     type=click.FloatRange(min=0.01),
     help="Time given to each contender; by default 1 on CPU, 0.2 on a GPU.",
@@ -58,6 +67,7 @@ def bench_ops(
     peers: bool,
     routes: bool,
     older: str | None,
+    counts: tuple[int, ...],
     seconds: float | None,
     as_json: bool,
     save: Path | None,
@@ -84,7 +94,12 @@ def bench_ops(
     from auraflux.cli.bench.gpu import bench_gpu
     from auraflux.machine import load, this_machine
 
+    if counts and device != "cpu":
+        raise Failure("--threads is for --device cpu.")
     check_device(device)
+    if counts:
+        bench_threads(names, case, sorted({*counts}), seconds, as_json, save)
+        return
     if device == "cuda":
         bench_gpu(names, case, peers, routes, seconds, as_json, save)
         return

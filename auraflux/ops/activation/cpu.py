@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, jit, like, octets, real, share, threads
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, empty, floats, jit, like, octets, real, share, threads
 from auraflux.ops.simd.math import sigmoid, silu, softplus
 
 PARALLEL_FROM = 1 << 13  # elements that need an exponential; below this, waking the threads costs more than the work
@@ -29,7 +29,7 @@ def _part(args, job, jobs):
 def _elementwise(kernel: Kernel, x: Tensor, other: Tensor, *constants: float) -> Tensor:
     """Run a kernel over two tensors, element by element; the result has the first one's shape and dtype."""
     wide, second = as_float(x), as_float(other)
-    out = torch.empty_like(wide)
+    out = empty(*wide.shape)
     n = wide.numel()
     jobs = threads() if n >= PARALLEL_FROM else 1
     kernel(jobs, wide.data_ptr(), second.data_ptr(), out.data_ptr(), n, *constants)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.simd.isa import ISA
-from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, jit, like, real, share, threads
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, empty, floats, jit, like, real, share, threads
 from auraflux.ops.simd.math import silu
 
 # elements; below this, waking the threads costs more than the work
@@ -40,7 +40,7 @@ def _rows(args, job, jobs):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide, scale = as_float(x), as_float(weight)
-    out = torch.empty_like(wide)
+    out = empty(*wide.shape)
     n, width = x.numel(), x.shape[-1]
     jobs = threads() if n >= PARALLEL_FROM else 1
     _rows(jobs, wide.data_ptr(), scale.data_ptr(), out.data_ptr(), n // width, width, float(eps))
@@ -91,7 +91,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         total = (x.float() + residual.float()).to(x.dtype)
         return rms_norm(total, weight, eps), total
     other, scale = as_float(residual), as_float(weight)
-    out, total = torch.empty_like(x), torch.empty_like(x)
+    out, total = empty(*x.shape), empty(*x.shape)
     n, width = x.numel(), x.shape[-1]
     jobs = threads() if n >= PARALLEL_FROM else 1
     addresses = x.data_ptr(), other.data_ptr(), scale.data_ptr(), out.data_ptr(), total.data_ptr()

@@ -10,7 +10,21 @@ from torch import Tensor
 
 from auraflux.ops.norm.cpu import rms_norm
 from auraflux.ops.simd.isa import ISA
-from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, jit, like, real, share, strict, threads
+from auraflux.ops.simd.jit import (
+    Kernel,
+    arguments,
+    as_float,
+    empty,
+    floats,
+    int32s,
+    int64s,
+    jit,
+    like,
+    real,
+    share,
+    strict,
+    threads,
+)
 
 # elements; below this, waking the threads costs more than the work
 PARALLEL_FROM = 1 << 12 if ISA.lanes == 4 else 1 << 16
@@ -86,7 +100,7 @@ def _tokens(args, job, jobs):
 
 def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False) -> Tensor:
     wide = as_float(x)
-    out = torch.empty_like(wide)
+    out = empty(*wide.shape)
     jobs = threads() if x.numel() >= PARALLEL_FROM else 1
     places = positions.data_ptr(), positions.dtype is torch.int64, positions.dim() == 2
     read = wide.data_ptr(), *places, inv_freq.data_ptr(), interleaved

@@ -7,14 +7,17 @@ checked before a launch. Compiled code is cached on disk (compile/cache_folder.p
 """
 
 import ctypes
+import math
 import struct
 import threading
+import weakref
 from array import array
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import numba
+import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
@@ -29,6 +32,7 @@ from auraflux.ops.simd.compile.cache_folder import is_stored, our_cache
 from auraflux.ops.simd.compile.compiler import FAST, OPTIONS, KernelCompiler
 from auraflux.ops.simd.compile.compiler import jit_with as jit_with
 from auraflux.ops.simd.threads import LINE, launch, thread_pool
+from auraflux.ops.simd.threads import several_jobs as several_jobs
 from auraflux.ops.simd.threads import threads as threads
 
 jit = jit_with(*FAST)
@@ -247,6 +251,55 @@ def workspace(nbytes: int) -> int:
     if nbytes > scratch.nbytes:
         scratch.grow(nbytes)
     return scratch.address
+
+
+REUSED_FROM = 1 << 20  # bytes of a tensor from which on its memory is reused
+MOST_FREE_NBYTES = 1 << 28
+
+
+class ReusedMemory:
+    """Memory of large tensors that are gone, for the next ones.
+
+    The C library returns large blocks to the system, which then maps and zeroes each page again: 2 us for 4 KB on virtual
+    machines, more than a prefill kernel takes to compute what it writes there.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray] = []
+        # a tensor may be freed by garbage collection inside `take`
+        self._lock = threading.RLock()
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """Return uninitialized bytes; when the last tensor that uses them is gone, they are free again."""
+        with self._lock:
+            # not much larger ones, which others may need
+            fitting = [each for each in self._free if nbytes <= each.nbytes <= 2 * nbytes]
+            memory = min(fitting, key=lambda each: each.nbytes, default=None)
+            if memory is None:
+                memory = torch.empty(nbytes, dtype=torch.uint8).numpy()
+            else:
+                self._free = [each for each in self._free if each is not memory]
+        lent = memory[:nbytes]
+        weakref.finalize(lent, self._give_back, memory).atexit = False
+        return lent
+
+    def _give_back(self, memory: np.ndarray) -> None:
+        with self._lock:
+            self._free.append(memory)
+            while sum(each.nbytes for each in self._free) > MOST_FREE_NBYTES:
+                self._free.pop(0)
+
+
+reused_memory = ReusedMemory()
+
+
+def empty(*shape: int) -> Tensor:
+    """Return an uninitialized float32 tensor; a large one in memory that another one has left."""
+    nbytes = 4 * math.prod(shape)
+    # recordings, dry runs and tests observe or replace torch.empty
+    if nbytes < REUSED_FROM or recorder or dry_run is not None or torch.are_deterministic_algorithms_enabled():
+        return torch.empty(*shape)
+    return torch.from_numpy(reused_memory.take(nbytes)).view(torch.float32).view(*shape)
 
 
 def as_float(x: Tensor) -> Tensor:

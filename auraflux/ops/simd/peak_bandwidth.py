@@ -5,6 +5,7 @@ latency, so only the loads can be the bottleneck.
 """
 
 import time
+from collections.abc import Sequence
 
 import torch
 from llvmlite import ir
@@ -13,12 +14,14 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from auraflux.machine import free_nbytes, last_cache_nbytes
-from auraflux.ops.simd.jit import Kernel, arguments, int64s, threads
+from auraflux.ops.simd.jit import Kernel, arguments, int64s, several_jobs, threads
+from auraflux.ops.simd.threads import set_threads
 
 ACCUMULATORS = 16
 VECTOR_NBYTES = 64
 STEP_NBYTES = ACCUMULATORS * VECTOR_NBYTES
 PASSES = 5
+JOBS_PER_THREAD = 4  # some threads are slower than others for a while
 
 
 @intrinsic
@@ -54,11 +57,25 @@ def _read(args, job, jobs):
 
 def peak_read_bandwidth(nbytes: int | None = None) -> dict[str, float]:
     """Measure the read bandwidth in bytes per second, with all threads and with one."""
+    found = read_bandwidths([threads(), 1], nbytes)
+    return {"all_threads": found[threads()], "one_thread": found[1]}
+
+
+def read_bandwidths(counts: Sequence[int], nbytes: int | None = None) -> dict[int, float]:
+    """Measure the read bandwidth in bytes per second with several numbers of threads."""
     if nbytes is None:
         nbytes = min(max(1 << 30, 4 * last_cache_nbytes()), free_nbytes() // 2)
     buffer = torch.ones(nbytes // 8, dtype=torch.int64)
     steps = buffer.numel() * 8 // STEP_NBYTES
-    return {"all_threads": _best(buffer, steps, threads()), "one_thread": _best(buffer, steps, 1)}
+    found, before = {}, threads()
+    try:
+        for count in counts:
+            set_threads(count)
+            jobs = {count, several_jobs(JOBS_PER_THREAD if count > 1 else 1)}
+            found[count] = max(_best(buffer, steps, each) for each in jobs)
+    finally:
+        set_threads(before)
+    return found
 
 
 def _best(buffer: torch.Tensor, steps: int, jobs: int) -> float:

@@ -5,7 +5,8 @@ increment. The calling thread claims jobs like the workers and then waits only f
 a core delays nothing. A job's result does not depend on the thread that runs it.
 
 Idle workers spin for a while and then sleep on a condition variable, which leaves their cores to others. On an oversubscribed
-machine a woken worker may preempt the caller that woke it, so after a slow wake-up no worker is woken for some time.
+machine a woken worker may preempt the caller that woke it, so after a slow wake-up no worker is woken for some time, unless
+the jobs of a launch prove to take longer than a wake-up.
 
 One launch uses the pool at a time; a concurrent launch runs all its jobs on its own thread.
 """
@@ -49,12 +50,13 @@ SLEEPERS, CALLER_SLEEPS, STOPPED = 4 * LINE, 4 * LINE + 8, 4 * LINE + 16
 LOCK, UNLOCK, SLEEP, WAKE, CLOCK = (5 * LINE + 8 * n for n in range(5))  # addresses of libc functions
 WAKE_AFTER = 5 * LINE + 40  # time in ns before which no worker is woken
 TIMESPEC = 5 * LINE + 48  # the timespec that clock_gettime fills
+WAKE_NS = 6 * LINE  # duration of the last wake-up
 MUTEX, WORK_COND, DONE_COND = (
-    6 * LINE,
-    8 * LINE,
-    10 * LINE,
+    7 * LINE,
+    9 * LINE,
+    11 * LINE,
 )  # of pthreads; the conditions: work available, launch done
-SHARED_NBYTES = 12 * LINE
+SHARED_NBYTES = 13 * LINE
 MONOTONIC = time.CLOCK_MONOTONIC
 MAX_JOBS = (1 << 16) - 1
 
@@ -113,11 +115,33 @@ def _now(shared):
 @inlined
 def _wake_workers(shared):
     """Wake sleeping workers for a launch, unless the back-off of the last wake-up still runs."""
-    before = _now(shared)
-    if before >= load(shared + WAKE_AFTER):
-        _wake(shared, WORK_COND)
-        after = _now(shared)
-        store(shared + WAKE_AFTER, after + WAKE_BACKOFF * (after - before))
+    now = _now(shared)
+    if now >= load(shared + WAKE_AFTER):
+        _wake_at(shared, now)
+
+
+@inlined
+def _wake_at(shared, now):
+    _wake(shared, WORK_COND)
+    after = _now(shared)
+    store(shared + WAKE_NS, after - now)
+    store(shared + WAKE_AFTER, after + WAKE_BACKOFF * (after - now))
+
+
+@inlined
+def _take_jobs_and_wake(shared):
+    """Claim and run jobs of this thread's launch; wake sleeping workers after a job that took longer than a wake-up."""
+    ticket = load(shared + TICKET)
+    while _has_jobs(ticket):
+        if compare_exchange(shared + TICKET, ticket, ticket + 1):
+            began = _now(shared) if load(shared + SLEEPERS) != 0 else 0
+            run_job(load(shared + CODE), load(shared + ARGS), ticket & MAX_JOBS, ticket >> 16 & MAX_JOBS)
+            fetch_add(shared + DONE, 1)
+            if began != 0 and _has_jobs(load(shared + TICKET)) and load(shared + SLEEPERS) != 0:
+                now = _now(shared)
+                if now - began > load(shared + WAKE_NS):
+                    _wake_at(shared, now)
+        ticket = load(shared + TICKET)
 
 
 def _worker(shared):
@@ -171,7 +195,7 @@ def launch_jobs(shared, code, args, jobs):
     store(shared + TICKET, ((load(shared + TICKET) >> 32) + 1) << 32 | jobs << 16)
     if load(shared + SLEEPERS) != 0:
         _wake_workers(shared)
-    _take_jobs(shared)
+    _take_jobs_and_wake(shared)
     _wait_for_jobs(shared, jobs)
     store(shared + BUSY, 0)
 
@@ -192,6 +216,7 @@ class _ThreadPool:
     """Worker threads, started at the first launch, and the memory they share with callers.
 
     count           of threads including the caller; 0 before the workers start
+    workers         threads other than the caller
     count_only_for  id of a thread that reads the count without starting the workers
     """
 
@@ -201,7 +226,7 @@ class _ThreadPool:
         self.shared = start + -start % LINE
         self.count = 0
         self.count_only_for: int | None = None
-        self._threads: list[ctypes.c_void_p] = []
+        self.workers: list[ctypes.c_void_p] = []
         self._lock = threading.Lock()
 
     def compile(self) -> None:
@@ -236,8 +261,8 @@ class _ThreadPool:
                 entry = ctypes.c_void_p(self._worker.address), ctypes.c_void_p(self.shared)
                 if system.pthread_create(ctypes.byref(thread), None, *entry):
                     break
-                self._threads.append(thread)
-            self.count = 1 + len(self._threads)
+                self.workers.append(thread)
+            self.count = 1 + len(self.workers)
             # torch does not know the CPU quota of a container
             if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > (cores := compute_cores()):
                 torch.set_num_threads(cores)
@@ -246,17 +271,17 @@ class _ThreadPool:
     def stop(self) -> None:
         """Stop and join all workers before their machine code is freed."""
         with self._lock:
-            if self._threads:
+            if self.workers:
                 launch(self.shared, 0, 0, 0)
                 system = ctypes.CDLL(None)
-                for thread in self._threads:
+                for thread in self.workers:
                     system.pthread_join(thread, None)
-                self._threads.clear()
+                self.workers.clear()
 
     def reset_after_fork(self) -> None:
         """Reset the pool in a forked process, which has none of the threads."""
         ctypes.memset(self.shared, 0, SHARED_NBYTES)
-        self._threads.clear()
+        self.workers.clear()
         self.count = 0
         self._lock = threading.Lock()
 
@@ -271,6 +296,13 @@ def threads() -> int:
     if not thread_pool.count and thread_pool.count_only_for == threading.get_ident():
         return default_count()
     return thread_pool.count or thread_pool.start(default_count())
+
+
+def several_jobs(each: int) -> int:
+    """Return `each` jobs for every thread, which evens out threads of different speed; one if some threads are reserved."""
+    count = threads()
+    # any thread takes a further job, also a reserved one
+    return count if count <= len(thread_pool.workers) else each * count
 
 
 @cache

@@ -10,7 +10,7 @@ import torch
 from llvmlite import ir
 
 from auraflux.ops.linear.cpu import matrix_tiles
-from auraflux.ops.linear.cpu.matrix_tiles import MATRIX_FROM
+from auraflux.ops.linear.cpu.matrix_tiles import FULL, HALF, MATRIX_FROM, SUMS, TOKENS
 from auraflux.ops.linear.cpu.products import FIELDS, Driver, driver, multiply, padded
 from auraflux.ops.simd import amx, isa
 from auraflux.ops.simd.isa import ISA, ISAS
@@ -18,11 +18,16 @@ from auraflux.ops.simd.processor import cpu_features
 from auraflux.ops.simd.threads import set_threads, threads
 from auraflux.ops.simd.vectors import I32, I64, call, kernel, store
 from auraflux.quant import QTensor, quantize
+from tests.ops.linear.emulated_amx import emulate
 from tests.ops.linear.test_super_blocks import weight as super_blocks
 from tests.ops.quick import some
 
 AMX = ISAS["avx512-amx"]
+EMULATED = not ISA.matrix_tiles and ISA.name == "avx512-vnni"
 needs_amx = pytest.mark.skipif(not ISA.matrix_tiles, reason="this processor has no AMX, or AURAFLUX_ISA excludes it")
+needs_tiles = pytest.mark.skipif(not (ISA.matrix_tiles or EMULATED), reason="tiles are emulated with AVX-512 VNNI only")
+if EMULATED:
+    emulate({tile: size for size in (FULL, HALF) for tile in (SUMS[size], TOKENS[size])})
 # bits, group and kind; each compiles for seconds, so three are quick
 FORMATS = some(
     [
@@ -50,7 +55,7 @@ def assert_equal(x: torch.Tensor, weights: list[QTensor], activation_bits: int =
         assert torch.equal(found, expected)
 
 
-@needs_amx
+@needs_tiles
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_products_are_those_by_vectors(form: tuple[int, int, str]):
     torch.manual_seed(0)
@@ -61,7 +66,7 @@ def test_products_are_those_by_vectors(form: tuple[int, int, str]):
         assert_equal(x, [weight.interleave(ISA.lanes)])
 
 
-@needs_amx
+@needs_tiles
 @pytest.mark.parametrize("group", some([32, 64, 128], {64}))
 @pytest.mark.parametrize("activation_bits", [16, 32])
 def test_products_of_several_digits_are_those_by_vectors(group: int, activation_bits: int):
@@ -71,14 +76,14 @@ def test_products_of_several_digits_are_those_by_vectors(group: int, activation_
         assert_equal(torch.randn(tokens, 256), weights, activation_bits)
 
 
-@needs_amx
+@needs_tiles
 @pytest.mark.parametrize("kind", some(["q4_k", "iq4_xs"], {"q4_k"}))
 def test_super_blocks(kind: str):
     torch.manual_seed(0)
     assert_equal(torch.randn(21, 512), [super_blocks(kind, 40, 512)])
 
 
-@needs_amx
+@needs_tiles
 def test_wide_weights_are_unpacked_in_pieces_and_tokens_pass_in_panels(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     weight = weight_of(40, matrix_tiles.INPUTS * 2 + 320)
@@ -87,7 +92,7 @@ def test_wide_weights_are_unpacked_in_pieces_and_tokens_pass_in_panels(monkeypat
     assert_equal(torch.randn(52, weight.shape[1]), [weight.interleave(ISA.lanes)])
 
 
-@needs_amx
+@needs_tiles
 def test_one_thread_and_all():
     torch.manual_seed(0)
     weight, x, count = weight_of(530, 256), torch.randn(33, 256), threads()
@@ -99,7 +104,7 @@ def test_one_thread_and_all():
     assert_equal(x, [weight])
 
 
-@needs_amx
+@needs_tiles
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30, 1e-40, 0.0])
 def test_extreme_activations(value: float):
     torch.manual_seed(0)
@@ -111,7 +116,7 @@ def test_extreme_activations(value: float):
     torch.testing.assert_close(tiled, plain, rtol=0, atol=0, equal_nan=True)
 
 
-@needs_amx
+@needs_tiles
 def test_scattered_tokens_of_several_products():
     """As the experts of a mixture: each product has its own tokens, some too few for tiles."""
     torch.manual_seed(0)

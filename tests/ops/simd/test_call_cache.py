@@ -2,8 +2,9 @@
 
 import copy
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,14 +13,17 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
-from auraflux.ops import all_ops, expert_mlp, linear, rms_norm, route, use_backend
+from auraflux.ops import all_ops, append_codes, expert_mlp, linear, rms_norm, route, use_backend
 from auraflux.ops._cases import Case, _pairs, all_cases
 from auraflux.ops._dispatch import Op, exact
 from auraflux.ops.moe.routing import Routing
 from auraflux.ops.simd.replay import call_signature
 from auraflux.ops.simd.replay.call_cache import CallCache
 from auraflux.ops.simd.replay.launch_plan import LaunchPlan
+from auraflux.ops.turboquant.codebook import Codebook
+from auraflux.ops.turboquant.pages import Codebooks, CodePages
 from auraflux.quant import quantize
+from auraflux.validation import cached_on_instance
 from tests.ops.quick import beyond, params
 
 CASES = [case for case in all_cases() if not case.bench]
@@ -121,6 +125,11 @@ class Unset:
     x: Tensor
 
 
+@dataclass(eq=False)
+class Holder:
+    x: Tensor
+
+
 @pytest.mark.parametrize("x", [Slotted(), Slotted, Unset, object(), object])
 def test_unsupported_objects_are_refused(x: Any):
     weight = torch.ones(8)
@@ -168,6 +177,70 @@ def test_arguments_without_tensors_count_in_a_signature():
         for _ in range(CALLS):
             ids, weights = route(logits.clone(), Routing(k, "softmax", renormalize=True))
         assert ids.shape == weights.shape == (3, k)
+
+
+def copy_at_the_address_of_its_original(make: Callable[[], Any], use: Callable[[Any], Any]) -> Any:
+    """Return a copy of a used object that lies where the original lay, by way of a copy that was not used."""
+    for _ in range(1000):
+        original = make()
+        use(original)
+        between, address = copy.copy(original), id(original)
+        del original
+        if id(found := copy.copy(between)) == address:
+            return found
+    pytest.skip("no copy lay at the address of its original")
+
+
+def test_a_copy_at_the_address_of_its_original_is_described_anew():
+    def describe(weight: Any) -> list[int]:
+        addresses: list[int] = []
+        call_signature.describe([weight], [], addresses)
+        return addresses
+
+    found = copy_at_the_address_of_its_original(lambda: Holder(torch.ones(8)), describe)
+    # as `deepcopy` leaves it
+    found.x = torch.ones(8)
+    assert describe(found) == [found.x.data_ptr()]
+
+
+def test_cached_results_belong_to_one_instance():
+    address = cached_on_instance(lambda holder: holder.x.data_ptr())
+    found = copy_at_the_address_of_its_original(lambda: Holder(torch.ones(8)), address)
+    found.x = torch.ones(8)
+    assert address(found) == found.x.data_ptr()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_deep_copies_of_used_objects_are_described_anew(copied: Callable[[Any], Any]):
+    original, addresses = Holder(torch.ones(8)), []
+    call_signature.describe([original], [], [])
+    found = copied(original)
+    call_signature.describe([found], [], addresses)
+    assert addresses == [found.x.data_ptr()] != [original.x.data_ptr()]
+
+
+def test_plans_serve_other_codebooks_of_the_same_shape():
+    """Addresses derived from a codebook, which two pages share, are constants of a plan."""
+    torch.manual_seed(0)
+    k, v, starts = torch.randn(4, 2, 32), torch.randn(4, 2, 32), torch.tensor([0, 4], dtype=torch.int32)
+
+    def pages(levels: Tensor) -> Callable[[], CodePages]:
+        book = Codebook(levels)
+        table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+        return lambda: replace(
+            CodePages.empty(1, 2, 16, 32, table.clone(), lengths.clone(), 4, 4), codebooks=Codebooks(book, book)
+        )
+
+    def codes(into: CodePages, run: Callable[..., Any]) -> Tensor:
+        run(k, v, into, starts)
+        return into.key_codes
+
+    first, second = pages(torch.linspace(-0.4, 0.4, 16)), pages(torch.linspace(-0.9, 0.1, 16))
+    # the first call and two recordings with equal plans, of different pages
+    for into in [first() for _ in range(CALLS)]:
+        codes(into, append_codes)
+    for _ in range(2):
+        assert torch.equal(codes(second(), append_codes), codes(second(), append_codes.run))
 
 
 def test_numbers_of_evicted_structures_are_not_reused(monkeypatch):

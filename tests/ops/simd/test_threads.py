@@ -1,5 +1,6 @@
 """Every job of a launch runs exactly once, for any number of threads and launches."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -9,9 +10,10 @@ import time
 import pytest
 import torch
 
+from auraflux.ops.simd.atomics import fetch_add, load, pause, store
 from auraflux.ops.simd.jit import Kernel, arguments, int64s, share
 from auraflux.ops.simd.replay.record import record
-from auraflux.ops.simd.threads import set_threads, thread_pool, threads
+from auraflux.ops.simd.threads import WAKE_AFTER, set_threads, thread_pool, threads
 
 
 @Kernel
@@ -53,6 +55,34 @@ def test_more_jobs_than_a_ticket_holds_run_on_one_thread():
 
 def test_sleeping_threads_are_woken():
     assert launched(20, threads(), n=100_000, pause_s=0.005)
+
+
+@Kernel
+def overlap(args, job, jobs):
+    """Write the most jobs that ran at a time."""
+    running, most, spins = arguments(args, 3)
+    now = fetch_add(running, 1) + 1
+    if now > load(most):
+        store(most, now)
+    for _ in range(spins):
+        pause()
+    fetch_add(running, -1)
+
+
+def test_a_long_launch_wakes_threads_in_spite_of_the_back_off():
+    if threads() < 2:
+        pytest.skip("there is one thread")
+    counts = torch.zeros(2, dtype=torch.int64)
+    overlap(1, counts.data_ptr(), counts.data_ptr() + 8, 1)
+    # all workers sleep, and none may be woken for an hour
+    time.sleep(0.2)
+    back_off = ctypes.c_int64.from_address(thread_pool.shared + WAKE_AFTER)
+    before, back_off.value = back_off.value, time.monotonic_ns() + 3600 * 10**9
+    try:
+        overlap(16, counts.data_ptr(), counts.data_ptr() + 8, 1_000_000)
+    finally:
+        back_off.value = before
+    assert counts.tolist()[1] > 1
 
 
 def test_launches_of_several_threads_do_not_mix():

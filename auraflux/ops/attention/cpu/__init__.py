@@ -17,7 +17,7 @@ from auraflux.ops.attention.cpu.work_items import PRODUCTS_PARALLEL, Batch, run
 from auraflux.ops.attention.pages import KVPages, LatentPages, Pages, RowPages, causal_only
 from auraflux.ops.norm.cpu import rms_norm
 from auraflux.ops.rope.cpu import rope
-from auraflux.ops.simd.jit import Kernel, arguments, as_float, like, share, threads
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, empty, like, share, threads
 from auraflux.ops.simd.softmax import NOTHING, merge_row
 from auraflux.quant import QTensor
 
@@ -61,7 +61,7 @@ def _attend(
     width2 = 0 if q2 is None else q2.shape[2]
     value_width, key_heads = (b.shape[-1], a.shape[1]) if q2 is None else (width, 1)
     pairs = count_pairs(pages, starts, tokens, reach)
-    out = torch.empty(tokens, heads, value_width)
+    out = empty(tokens, heads, value_width)
     peaks, totals = (0, 0) if ends is None else (ends[0].data_ptr(), ends[1].data_ptr())
     batch = Batch(
         *(q.data_ptr(), 0 if q2 is None else q2.data_ptr(), width, width2, heads),

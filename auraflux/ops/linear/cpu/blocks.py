@@ -12,6 +12,7 @@ from auraflux.ops.linear.cpu.microkernels import rows_times_tokens
 from auraflux.ops.linear.cpu.panels import SMALL, gather_tile, rows_times_tile
 from auraflux.ops.linear.cpu.unpack import unpack_rows, widen_scales
 from auraflux.ops.simd.isa import ISA
+from auraflux.ops.simd.jit import halves, int32s, jit, octets
 
 WIDEST = ISA.tokens  # tokens in one pass over a block of rows, unpacked first
 FEW = 4  # tokens in one pass straight from the codes
@@ -36,6 +37,25 @@ class Span(NamedTuple):
     steps: tuple[int, int, int]
     wide: tuple[int, int, int]
     size: int
+
+
+@jit
+def transpose(source, target, first, rows, count):
+    """Interleave BLOCK rows of `count` elements; rows past the end repeat the last one."""
+    for lane in range(BLOCK):
+        start = count * min(first + lane, rows - 1)
+        for i in range(count):
+            target[i * BLOCK + lane] = source[start + i]
+
+
+@jit
+def transpose_scales(source, target, first, rows, count, nbytes):
+    if nbytes == 1:
+        transpose(octets(source, rows * count), octets(target, BLOCK * count), first, rows, count)
+    elif nbytes == 2:
+        transpose(halves(source, rows * count), halves(target, BLOCK * count), first, rows, count)
+    else:
+        transpose(int32s(source, rows * count), int32s(target, BLOCK * count), first, rows, count)
 
 
 @numba.njit(inline="always")

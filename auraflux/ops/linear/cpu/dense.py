@@ -10,7 +10,7 @@ from numba.core import cgutils
 from torch import Tensor
 
 from auraflux.ops.simd.isa import ISA
-from auraflux.ops.simd.jit import LINE, Kernel, arguments, as_float, floats, int64s, jit, share, threads, workspace
+from auraflux.ops.simd.jit import LINE, Kernel, arguments, as_float, empty, floats, int64s, jit, share, threads, workspace
 from auraflux.ops.simd.softmax import ZERO, fill
 from auraflux.ops.simd.vectors import (
     F32,
@@ -138,12 +138,15 @@ def _build(nbytes: int) -> Kernel:
         addresses, spare = space + job * scratch, space + job * scratch + 8 * GROUP
         sums = spare + LINE
         groups = (rows + GROUP - 1) // GROUP
-        for group in share(groups, job, jobs):
+        # few rows alone would be too few parts for the threads
+        runs = max(1, min((jobs + groups - 1) // groups, tokens // TOKENS))
+        for part in share(groups * runs, job, jobs):
+            group, those = part // runs, share(tokens, part % runs, runs)
             first, tiles = group * GROUP, (min(GROUP, rows - group * GROUP) + ROWS - 1) // ROWS
             for r in range(tiles * ROWS):
                 int64s(addresses, GROUP)[r] = weight + nbytes * width * min(first + r, rows - 1)
-            for token in range(0, tokens, TOKENS):
-                some, mine = min(TOKENS, tokens - token), x + 4 * token * width
+            for token in range(those.start, those.stop, TOKENS):
+                some, mine = min(TOKENS, those.stop - token), x + 4 * token * width
                 fill(sums, tiles * TOKENS * ROWS * LANES, ZERO)
                 for start in range(0, width, INPUTS):
                     for tile in range(tiles):
@@ -166,7 +169,7 @@ ROWS_OF = {torch.bfloat16: _build(2), torch.float32: _build(4)}
 def multiply_rows(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply x [T, K] float32 by a weight [N, K]: [T, N]."""
     found = weight if weight.dtype in ROWS_OF else as_float(weight)
-    out = torch.empty(x.shape[0], weight.shape[0])
+    out = empty(x.shape[0], weight.shape[0])
     jobs = threads() if weight.numel() * len(x) >= PARALLEL_FROM else 1
     space = workspace(jobs * SCRATCH)
     sizes = found.data_ptr(), weight.shape[0], out.data_ptr(), space, SCRATCH

@@ -10,7 +10,20 @@ from auraflux.ops.linear.cpu.forms import BLOCK, Form
 from auraflux.ops.linear.cpu.grid_codes import of_form
 from auraflux.ops.linear.cpu.unpack import unpack_rows, unpacked_places, widen_scales
 from auraflux.ops.linear.reference import Weight
-from auraflux.ops.simd.jit import Kernel, arguments, floats, halves, int32s, int64s, jit, octets, share, threads, workspace
+from auraflux.ops.simd.jit import (
+    Kernel,
+    arguments,
+    empty,
+    floats,
+    halves,
+    int32s,
+    int64s,
+    jit,
+    octets,
+    share,
+    threads,
+    workspace,
+)
 from auraflux.ops.simd.math import float_of_bits
 from auraflux.quant import QTensor, affine, levels, mxfp4
 from auraflux.quant.packing import CHUNK, LANE_FIELDS
@@ -232,7 +245,7 @@ def embed(ids: Tensor, table: Weight) -> Tensor:
         rows = table.new_empty(*ids.shape, width)
         _dense_rows(jobs, *given, table.data_ptr(), width * table.itemsize, count, rows.data_ptr())
         return rows
-    out = torch.empty(*ids.shape, width)
+    out = empty(*ids.shape, width)
     if table.grid is not None:
         _embed_grid(jobs, given, table, count, out)
         return out

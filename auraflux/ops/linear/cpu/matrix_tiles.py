@@ -15,8 +15,9 @@ from numba.core import cgutils
 from auraflux.ops.linear.cpu.forms import BLOCK, FLOATS, INTS, Form
 from auraflux.ops.linear.cpu.unpack import scale_and_bias, unpack_rows, widen_scales
 from auraflux.ops.simd import amx
+from auraflux.ops.simd.jit import int64s
 from auraflux.ops.simd.processor import LINE
-from auraflux.ops.simd.vectors import F32, I8, I64, at, fma, kernel, load, splat, spread, store, variable, vector
+from auraflux.ops.simd.vectors import F32, I8, at, fma, kernel, load, splat, spread, store, variable, vector
 
 FULL, HALF = 16, 8  # tokens of a tile
 MATRIX_FROM = 5  # tokens from which tiles pay off
@@ -70,25 +71,21 @@ def _at_most(b, number, last):
 
 
 @kernel(constants=2, outlined=True)
-def gather_matrix_tile(b, form, size, acts, stride, act_scales, act_sums, index, groups, tile, last):
-    """Interleave the activations, scales and sums of `size` tokens; those past `last` repeat it.
+def _place_token(b, form, size, acts, scales, sums, groups, tile, place):
+    """Copy a token's activations, scales and sums to its place in a tile of `size` tokens.
 
-    acts, stride, act_scales, act_sums, index  see `rows_times_tokens`
     tile  [bytes / n, size, n] with n bytes of a token that are multiplied at once; then scales, and then sums, [groups, size]
     """
     form = Form.parse(form)
     together = _inputs_at_once(form)
-    scales_at, sums_at = _parts(b, form, size, groups, tile)
-    for t in range(size):
-        token = load(b, index, b.mul(_at_most(b, t, last), at(8)), I64)
-        mine, meta = b.add(acts, b.mul(stride, token)), b.mul(b.mul(groups, at(4)), token)
-        with cgutils.for_range(b, b.mul(groups, at(form.group * form.digits // together))) as loop:
-            piece = load(b, mine, b.mul(loop.index, at(together)), vector(I8, together))
-            store(b, piece, tile, b.add(b.mul(loop.index, at(size * together)), at(together * t)))
-        for source, target in ((act_scales, scales_at), (act_sums, sums_at)):
-            with cgutils.for_range(b, groups) as loop:
-                value = load(b, b.add(source, meta), b.mul(loop.index, at(4)), F32)
-                store(b, value, target, b.add(b.mul(loop.index, at(4 * size)), at(4 * t)))
+    first, nbytes = b.add(tile, b.mul(place, at(together))), b.mul(groups, at(form.group * form.digits))
+    with cgutils.for_range(b, b.sdiv(nbytes, at(together))) as loop:
+        piece = load(b, acts, b.mul(loop.index, at(together)), vector(I8, together))
+        store(b, piece, first, b.mul(loop.index, at(size * together)))
+    for source, target in zip((scales, sums), _parts(b, form, size, groups, tile), strict=True):
+        with cgutils.for_range(b, groups) as loop:
+            value = load(b, source, b.mul(loop.index, at(4)), F32)
+            store(b, value, target, b.mul(b.add(b.mul(loop.index, at(size)), place), at(4)))
 
 
 class Pass(NamedTuple):
@@ -164,14 +161,29 @@ def _dot(b, form, room, t):
 
 
 @numba.njit(inline="always")
+def place_in_tile(form, acts, groups, tile, place, left):
+    """Copy a token to its place in a tile. The last of the `left` tokens from the tile's first on fills a smaller tile or all
+    of it.
+
+    acts  addresses of the token's activations, scales and sums
+    """
+    last = min(left, FULL) - 1
+    for each in range(place, (FULL if left > HALF else HALF) if place == last else place + 1):
+        if left > HALF:
+            _place_token((form, FULL, acts, groups, tile, each))
+        else:
+            _place_token((form, HALF, acts, groups, tile, each))
+
+
+@numba.njit(inline="always")
 def gather_matrix_panel(form, panel, acts, index, left, groups):
-    """Fill the tiles; the last one may be smaller."""
-    tile, tile_step = panel
-    while left > HALF:
-        gather_matrix_tile((form, FULL, acts, index, groups, tile, min(left, FULL) - 1))
-        tile, index, left = tile + tile_step, index + 8 * FULL, left - FULL
-    if left > 0:
-        gather_matrix_tile((form, HALF, acts, index, groups, tile, left - 1))
+    """Fill the tiles with `left` tokens."""
+    (tile, tile_step), (space, stride, scales, sums) = panel, acts
+    tokens = int64s(index, left)
+    for t in range(left):
+        token, first = tokens[t], t // FULL * FULL
+        mine = (space + stride * token, scales + 4 * groups * token, sums + 4 * groups * token)
+        place_in_tile(form, mine, groups, tile + t // FULL * tile_step, t - first, left - first)
 
 
 @numba.njit(inline="always")

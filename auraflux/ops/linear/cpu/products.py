@@ -2,7 +2,8 @@
 
 A product is one weight times some tokens. All products of a list have weights of one width and format and take their tokens
 from one stack, whose activations are converted first. `linear` is a list of one, gate and up are a list of two, the experts
-of a mixture a longer one. Each thread takes the same share of every product's rows, so uneven lists stay balanced.
+of a mixture a longer one. The list is divided among the threads by cost: each takes neighbouring rows of few products, so it
+reads long runs of codes and interleaves the tokens of few products.
 """
 
 from array import array
@@ -14,7 +15,15 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.linear.cpu.activations import prepare_token
-from auraflux.ops.linear.cpu.blocks import WIDEST, Span, gather_panel, multiply_blocks, multiply_blocks_by_panel
+from auraflux.ops.linear.cpu.blocks import (
+    WIDEST,
+    Span,
+    gather_panel,
+    multiply_blocks,
+    multiply_blocks_by_panel,
+    transpose,
+    transpose_scales,
+)
 from auraflux.ops.linear.cpu.forms import BLOCK, Form
 from auraflux.ops.linear.cpu.matrix_tiles import (
     FULL,
@@ -25,21 +34,23 @@ from auraflux.ops.linear.cpu.matrix_tiles import (
     matrix_panel_tiles,
     matrix_tile_nbytes,
     multiply_blocks_by_matrix,
+    place_in_tile,
     release_tiles,
 )
 from auraflux.ops.linear.cpu.panels import has_panels, panel_tiles, tile_nbytes
 from auraflux.ops.linear.cpu.unpack import place_codes
+from auraflux.ops.simd.atomics import compare_exchange, fetch_add, load
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import (
     LINE,
     Kernel,
     address_of,
     arguments,
-    halves,
+    empty,
     int32s,
     int64s,
     jit,
-    octets,
+    several_jobs,
     share,
     threads,
     workspace,
@@ -47,9 +58,14 @@ from auraflux.ops.simd.jit import (
 from auraflux.quant import QTensor, grids, levels, super_blocks
 from auraflux.quant.packing import LANE_FIELDS
 
+# jobs of a thread, and those whose threads interleave tokens for themselves: some processors are slower than others for a while
+JOBS_PER_THREAD, GATHERING_JOBS_PER_THREAD = 4, 2
+MOST_SLOTS = 62  # bits of a positive word
+SLOTS_TAKEN = 8 * 12  # offset of that word in the arguments of `multiply`
 TOGETHER = max(1, 16 // BLOCK)  # blocks unpacked before the tokens pass: amortizes reading the activations
 # below these, waking the threads costs more than the work
 PARALLEL_FROM = 1 << 16  # weights times tokens
+SEVERAL_FROM = 1 << 24  # the same; 48 more jobs cost 5 us on 16 threads
 PREPARE_PARALLEL_FROM = 1 << 12 if ISA.lanes == 4 else 1 << 13  # activations; fewer are converted by every thread redundantly
 
 KINDS: dict[torch.dtype | str, str] = {
@@ -67,6 +83,8 @@ PLAIN = {"affine": "f32", **{kind: kind for kind in levels.KINDS}}
 # of the weight, stride of a token's results in bytes
 FIELDS = 8
 CODES, SCALES, BIASES, INDEX, COUNT, OUT, ROWS, STRIDE = range(FIELDS)
+# cost of reading and unpacking a block of rows, in tokens that are multiplied with it: with AMX, without
+UNPACKING_BY_TILES, UNPACKING = 32, 8
 
 
 class Driver:
@@ -76,7 +94,8 @@ class Driver:
     """
 
     def __init__(self, form: Form, by_tiles: bool = False):
-        self.form = form
+        self.form, self.by_tiles = form, by_tiles
+        self.prepare_tiles = build_prepare_tiles(form)
         self.prepare, self.multiply = build_prepare(form), build_multiply(form, by_tiles)
         self.act_nbytes = form.act_nbytes
         self.tile_nbytes, self.panel_tiles = (
@@ -84,23 +103,35 @@ class Driver:
         )
         self._sizes: dict[int, tuple[int, int, int]] = {}
 
-    def __call__(self, x: int, tokens: int, weight: QTensor, products: int, count: int) -> None:
+    def __call__(self, x: int, tokens: int, weight: QTensor, products: int, count: int, in_order: bool = False) -> None:
         """Work through a list of products, all with weights of the format and width of `weight`.
 
         x         address of float32 [tokens, K]
         products  address of int64 [count, FIELDS]
+        in_order  each product takes all tokens, in their order
         """
         rows, width = weight.shape[-2:]
-        jobs = threads() if tokens * count * rows * width >= PARALLEL_FROM else 1
+        work = tokens * count * rows * width
+        workers = threads() if work >= PARALLEL_FROM else 1
         token_nbytes, scratch_nbytes, tile_nbytes = self.sizes(width)
         tiles = self.panel_tiles(self.form, width, tokens)
-        panels, acts_nbytes = jobs * tiles * tile_nbytes, -(-tokens * token_nbytes // LINE) * LINE
         few = tokens * width < PREPARE_PARALLEL_FROM
-        space = workspace(panels + (jobs if few else 1) * acts_nbytes + jobs * scratch_nbytes)
+        share_tiles = in_order and self.by_tiles and tiles > 0 and not few
+        each = GATHERING_JOBS_PER_THREAD if tiles and not share_tiles else JOBS_PER_THREAD
+        jobs, slots = _jobs_of(workers, each if work >= SEVERAL_FROM else 1)
+        sizes = tokens, width, products, count, weight.lanes == 1
+        if share_tiles:
+            shared, line = -(-tokens // FULL) * tile_nbytes, -(-token_nbytes // LINE) * LINE
+            # a thread's token, then its blocks of rows
+            ready = workspace(shared + max(workers * line, slots * scratch_nbytes))
+            self.prepare_tiles(min(workers, tokens), x, tokens, width, ready, ready + shared, tile_nbytes, line)
+            self.multiply(jobs, 0, *sizes, ready + shared, tiles, tile_nbytes, 0, ready, slots, 0)
+            return
+        panels, acts_nbytes = slots * tiles * tile_nbytes, -(-tokens * token_nbytes // LINE) * LINE
+        space = workspace(panels + (slots if few else 1) * acts_nbytes + slots * scratch_nbytes)
         if not few:
-            self.prepare(jobs, x, tokens, width, space + panels)
-        sizes = tokens, width, products, count, weight.lanes == 1, space, tiles, tile_nbytes, acts_nbytes
-        self.multiply(jobs, x if few else 0, *sizes)
+            self.prepare(min(workers, tokens), x, tokens, width, space + panels)
+        self.multiply(jobs, x if few else 0, *sizes, space, tiles, tile_nbytes, acts_nbytes, 0, slots, 0)
 
     def sizes(self, width: int) -> tuple[int, int, int]:
         """Return the bytes per token, per thread and per tile of tokens."""
@@ -123,6 +154,14 @@ class Driver:
         return TOGETHER * (BLOCK * (width * form.unpacked_nbytes + width * form.bits // 8 + scales) + LINE)
 
 
+def _jobs_of(workers: int, each: int) -> tuple[int, int]:
+    """Return the jobs of a launch, and the slots of scratch memory: no more jobs than slots run at a time."""
+    if workers == 1 or workers > MOST_SLOTS:
+        return workers, workers
+    jobs = several_jobs(each)
+    return jobs, min(jobs, MOST_SLOTS)
+
+
 @cache
 def driver(activation_bits: int, bits: int, group: int, storage: torch.dtype | str, by_tiles: bool = False) -> Driver:
     """Return the driver for a weight format, see `QTensor.format`; and `Form` for `activation_bits`."""
@@ -139,22 +178,39 @@ def padded(rows: int) -> int:
 
 
 @jit
-def _transpose(source, target, first, rows, count):
-    """Interleave BLOCK rows of `count` elements; rows past the end repeat the last one."""
-    for lane in range(BLOCK):
-        start = count * min(first + lane, rows - 1)
-        for i in range(count):
-            target[i * BLOCK + lane] = source[start + i]
+def _cost_per_block(tokens, unpacking):
+    """Return the cost of a block of rows times some tokens."""
+    return tokens + unpacking if tokens > 0 else 0
 
 
 @jit
-def _transpose_scales(source, target, first, rows, count, nbytes):
-    if nbytes == 1:
-        _transpose(octets(source, rows * count), octets(target, BLOCK * count), first, rows, count)
-    elif nbytes == 2:
-        _transpose(halves(source, rows * count), halves(target, BLOCK * count), first, rows, count)
-    else:
-        _transpose(int32s(source, rows * count), int32s(target, BLOCK * count), first, rows, count)
+def _cost_of_list(table, count, unpacking):
+    total = 0
+    for p in range(0, count * FIELDS, FIELDS):
+        total += (table[p + ROWS] + BLOCK - 1) // BLOCK * _cost_per_block(table[p + COUNT], unpacking)
+    return total
+
+
+@jit
+def _blocks_of(blocks, each, before, first, last):
+    """Return the blocks of a product, `each` of the same cost, that begin in the interval [first, last) of the list's cost.
+
+    before  cost of the products before
+    """
+    start = (max(first - before, 0) + each - 1) // each
+    stop = (max(last - before, 0) + each - 1) // each
+    return min(start, blocks), min(stop, blocks)
+
+
+@jit
+def _take_slot(taken):
+    """Take the first free slot of scratch memory; bits of the word at `taken` are slots in use."""
+    while True:
+        before, slot = load(taken), 0
+        while before >> slot & 1:
+            slot += 1
+        if compare_exchange(taken, before, before | 1 << slot):
+            return slot
 
 
 @numba.njit(inline="always")
@@ -185,6 +241,23 @@ def build_prepare(spec: Form) -> Kernel:
     return prepare
 
 
+def build_prepare_tiles(spec: Form) -> Kernel:
+    """Compile the conversion of activations straight to the tiles of AMX, which all threads share."""
+    form, group, act_nbytes = spec.text, spec.group, spec.act_nbytes
+
+    @Kernel
+    def prepare_tiles(args, job, jobs):
+        x, tokens, width, tiles, lines, tile_step, line = arguments(args, 7)
+        groups = width // group
+        acts = _acts(lines + job * line, 1, width, groups, act_nbytes)
+        for t in share(tokens, job, jobs):
+            _prepare(form, x + 4 * t * width, range(1), width, groups, acts)
+            mine = (acts[0], acts[2], acts[3])
+            place_in_tile(form, mine, groups, tiles + t // FULL * tile_step, t % FULL, tokens - t // FULL * FULL)
+
+    return prepare_tiles
+
+
 def build_multiply(spec: Form, by_tiles: bool) -> Kernel:
     """Compile the driver for one weight format, with AMX or without."""
     form, group, has_biases = spec.text, spec.group, int(spec.has_biases and not spec.words)
@@ -196,13 +269,16 @@ def build_multiply(spec: Form, by_tiles: bool) -> Kernel:
     words, (scale_count, scale_inputs) = spec.words, spec.scales_of
     # few tokens would decode a grid's entries again for each tile
     whole = int(spec.grid is not None)
+    unpacking = UNPACKING_BY_TILES if by_tiles else UNPACKING
 
     @Kernel
     def multiply(args, job, jobs):
-        x, tokens, width, products, count, by_rows, space, most, tile_step, acts_nbytes = arguments(args, 10)
+        x, tokens, width, products, count, by_rows, space, most, tile_step, acts_nbytes, ready, slots = arguments(args, 12)
         groups, code_words, scales_each = width // group, width * bits // 32, width // scale_inputs * scale_count
-        panels, space = space + job * most * tile_step, space + jobs * most * tile_step
-        acts = _acts(space + (job * acts_nbytes if x else 0), tokens, width, groups, act_nbytes)
+        slot = job if slots == jobs else _take_slot(args + SLOTS_TAKEN)
+        panel_nbytes = 0 if ready else most * tile_step
+        panels, space = space + slot * panel_nbytes, space + slots * panel_nbytes
+        acts = _acts(space + (slot * acts_nbytes if x else 0), tokens, width, groups, act_nbytes)
         if x:
             _prepare(form, x, range(tokens), width, groups, acts)
         table = int64s(products, count * FIELDS)
@@ -213,13 +289,22 @@ def build_multiply(spec: Form, by_tiles: bool) -> Kernel:
         )
         wide_nbytes = 4 * BLOCK * groups if words else 0
         scratch_size = (unpacked_nbytes + codes_nbytes + 2 * (scales_nbytes + wide_nbytes) + LINE) // LINE * LINE
-        unpacked = space + (jobs if x else 1) * acts_nbytes + job * TOGETHER * scratch_size
+        unpacked = space + (slots if x else 1) * acts_nbytes + slot * TOGETHER * scratch_size
         gathered = (0, 0)
         if by_matrix and most:
             configure_tiles((form,))
+        mine, before = share(_cost_of_list(table, count, unpacking), job, jobs), 0
         for p in range(0, count * FIELDS, FIELDS):
-            rows = table[p + ROWS]
-            mine = share((rows + BLOCK - 1) // BLOCK, job, jobs)
+            rows, each = table[p + ROWS], _cost_per_block(table[p + COUNT], unpacking)
+            blocks = (rows + BLOCK - 1) // BLOCK
+            before += blocks * each
+            if before <= mine.start:
+                continue
+            if before - blocks * each >= mine.stop:
+                break
+            start, stop = _blocks_of(blocks, each, before - blocks * each, mine.start, mine.stop)
+            if start == stop:
+                continue
             index, left, out = table[p + INDEX], table[p + COUNT], table[p + OUT]
             while left > 0:
                 # the remainder is a separate tile
@@ -229,8 +314,10 @@ def build_multiply(spec: Form, by_tiles: bool) -> Kernel:
                     # a single token has no tile, even if an expert gets it twice
                     some_tokens = min(tiles * WIDEST, left) if most else 1
                 if by_matrix:
-                    some_tokens = min(most * FULL, left) if left >= MATRIX_FROM else left
-                    if left >= MATRIX_FROM and gathered != (index, some_tokens):
+                    some_tokens = min(most * FULL, left) if ready or left >= MATRIX_FROM else left
+                    if ready:
+                        panels = ready + (table[p + COUNT] - left) // FULL * tile_step
+                    elif left >= MATRIX_FROM and gathered != (index, some_tokens):
                         gather_matrix_panel(form, (panels, tile_step), acts, index, some_tokens, groups)
                         gathered = (index, some_tokens)
                 panel = (panels, tile_step, tiles)
@@ -238,8 +325,8 @@ def build_multiply(spec: Form, by_tiles: bool) -> Kernel:
                     # consecutive weights often have the same tokens
                     gather_panel(form, whole, panel, acts, index, some_tokens, groups)
                     gathered = (index, some_tokens)
-                for block in range(mine.start, mine.stop, TOGETHER):
-                    some = min(TOGETHER, mine.stop - block)
+                for block in range(start, stop, TOGETHER):
+                    some = min(TOGETHER, stop - block)
                     codes = table[p + CODES] + block * codes_nbytes
                     scales = table[p + SCALES] + block * scales_nbytes
                     biases = table[p + BIASES] + block * scales_nbytes
@@ -251,7 +338,7 @@ def build_multiply(spec: Form, by_tiles: bool) -> Kernel:
                         steps = (scratch_size, scratch_size, scratch_size)
                         for i in range(some):
                             first, here = (block + i) * BLOCK, i * scratch_size
-                            _transpose(
+                            transpose(
                                 int32s(table[p + CODES], rows * code_words),
                                 int32s(codes + here, code_words * BLOCK),
                                 first,
@@ -260,9 +347,9 @@ def build_multiply(spec: Form, by_tiles: bool) -> Kernel:
                             )
                             if in_places:
                                 place_codes((form, codes + here, groups))
-                            _transpose_scales(table[p + SCALES], scales + here, first, rows, scales_each, scale_nbytes)
+                            transpose_scales(table[p + SCALES], scales + here, first, rows, scales_each, scale_nbytes)
                             if has_biases:
-                                _transpose_scales(table[p + BIASES], biases + here, first, rows, groups, scale_nbytes)
+                                transpose_scales(table[p + BIASES], biases + here, first, rows, groups, scale_nbytes)
                     wide = (scales, biases, steps[1])
                     if words:
                         first_wide = unpacked + unpacked_nbytes + codes_nbytes + 2 * scales_nbytes
@@ -270,7 +357,7 @@ def build_multiply(spec: Form, by_tiles: bool) -> Kernel:
                     span = Span(codes, scales, biases, unpacked, out + 4 * block * BLOCK, steps, wide, some)
                     step = table[p + STRIDE]
                     if by_matrix:
-                        if some_tokens >= MATRIX_FROM:
+                        if ready or some_tokens >= MATRIX_FROM:
                             tiled = (panels, tile_step)
                             multiply_blocks_by_matrix(form, words, piece, span, tiled, some_tokens, groups, step)
                         else:
@@ -282,6 +369,8 @@ def build_multiply(spec: Form, by_tiles: bool) -> Kernel:
                 index, left, out = index + 8 * some_tokens, left - some_tokens, out + some_tokens * table[p + STRIDE]
         if by_matrix and most:
             release_tiles(())
+        if slots != jobs:
+            fetch_add(args + SLOTS_TAKEN, -(1 << slot))
 
     return multiply
 
@@ -308,10 +397,10 @@ def multiply(steps: Driver, x: Tensor, weights: Sequence[QTensor]) -> list[Tenso
     for weight in weights:
         rows = weight.shape[0]
         wide = padded(rows)
-        out = torch.empty(tokens, wide)
+        out = empty(tokens, wide)
         products.extend((*weight.addresses, index, tokens, out.data_ptr(), rows, 4 * wide))
         if wide != rows:
             out, is_padded = out[:, :rows], True
         results.append(out)
-    steps(x.data_ptr(), tokens, weights[0], address_of(products), len(weights))
+    steps(x.data_ptr(), tokens, weights[0], address_of(products), len(weights), in_order=True)
     return [out.contiguous() for out in results] if is_padded else results

@@ -16,6 +16,7 @@ from auraflux.ops.simd.jit import (
     Kernel,
     arguments,
     as_float,
+    empty,
     error_flag,
     floats,
     int32s,
@@ -220,7 +221,7 @@ def combine(h: Tensor, moe: Tensor, shared: Tensor | None = None, shared_gate: T
     wide, routed = as_float(h), as_float(moe)
     shared_output = None if shared is None else as_float(shared)
     gates = None if shared_gate is None else as_float(shared_gate)
-    out = torch.empty_like(wide)
+    out = empty(*wide.shape)
     jobs = threads() if wide.numel() >= PARALLEL_FROM else 1
     optional = 0 if shared_output is None else shared_output.data_ptr(), 0 if gates is None else gates.data_ptr()
     _combine(jobs, wide.data_ptr(), routed.data_ptr(), *optional, out.data_ptr(), *h.shape)

@@ -30,7 +30,19 @@ from auraflux.ops.linear.cpu.products import (
 )
 from auraflux.ops.linear.cpu.routes import DRIVERS
 from auraflux.ops.moe.experts import Clamp, Experts, Gelu, Limit, ReluSquare, Stack
-from auraflux.ops.simd.jit import Kernel, arguments, as_float, error_flag, floats, int32s, int64s, like, share, threads
+from auraflux.ops.simd.jit import (
+    Kernel,
+    arguments,
+    as_float,
+    empty,
+    error_flag,
+    floats,
+    int32s,
+    int64s,
+    like,
+    share,
+    threads,
+)
 from auraflux.quant import QTensor
 
 TOKENS_AT_ONCE = 512  # bounds the intermediate results: a pair needs 4 * (2 * I + H) bytes
@@ -77,15 +89,15 @@ def _group(args, job, jobs):
 
 @Kernel
 def _list_products(args, job, jobs):
-    """Write one product per expert that has tokens, padded with empty products up to `most`.
+    """Write one product per expert that has tokens, padded with empty products up to `most`; every `step` places of a list.
 
     codes, scales, biases  addresses of expert 0's arrays, and byte strides between experts
     index                  address of the token of pair 0; out  of its result
     """
-    found = arguments(args, 14)
+    found = arguments(args, 15)
     starts_at, experts, most, codes, scales, biases, codes_step, scales_step, biases_step = found[:9]
-    index, out, rows, out_stride, list_at = found[9:]
-    starts, products = int64s(starts_at, experts + 1), int64s(list_at, FIELDS * most)
+    index, out, rows, out_stride, list_at, step = found[9:]
+    starts, products = int64s(starts_at, experts + 1), int64s(list_at, FIELDS * (step * (most - 1) + 1))
     at = 0
     for expert in range(experts):
         first, many = starts[expert], starts[expert + 1] - starts[expert]
@@ -94,10 +106,10 @@ def _list_products(args, job, jobs):
             products[at + BIASES] = biases + expert * biases_step
             products[at + INDEX], products[at + COUNT], products[at + OUT] = index + 8 * first, many, out + out_stride * first
             products[at + ROWS], products[at + STRIDE] = rows, out_stride
-            at += FIELDS
-    while at < FIELDS * most:
+            at += FIELDS * step
+    while at < FIELDS * step * most:
         products[at + COUNT] = 0
-        at += FIELDS
+        at += FIELDS * step
 
 
 @Kernel
@@ -152,7 +164,7 @@ class Steps(NamedTuple):
 def sum_experts(steps: Steps, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
     """Run `expert_mlp` in chunks of TOKENS_AT_ONCE tokens."""
     wide = as_float(x)
-    out = torch.empty_like(wide)
+    out = empty(*wide.shape)
     for first in range(0, len(x), TOKENS_AT_ONCE):
         part = slice(first, first + TOKENS_AT_ONCE)
         _sum_chunk(steps, wide[part], ids[part], weights[part], experts, out[part])
@@ -170,7 +182,7 @@ def write_parts(steps: Steps, x: Tensor, ids: Tensor, experts: Experts, parts: T
 
 def sum_parts(parts: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     tokens, k, hidden = parts.shape
-    out = torch.empty(tokens, hidden)
+    out = empty(tokens, hidden)
     jobs = threads() if parts.numel() >= PARALLEL_FROM else 1
     arrays = (parts.data_ptr(), 4 * hidden, token_indices(tokens * k), weights.data_ptr())
     _weighted_sum(jobs, *arrays, tokens, k, hidden, out.data_ptr())
@@ -244,11 +256,13 @@ def _quantized_gate_up(x: Tensor, experts: Experts, plan: Tensor, pairs: int, on
     inner, count, starts = experts.inner, experts.count, plan.data_ptr()
     index, wide, most = starts + 8 * (count + 1), padded(inner), min(count, pairs)
     names = ("up",) if experts.gate is None else ("gate", "up")
-    found = torch.empty(len(names), pairs, wide)
-    products = torch.empty(len(names), most * FIELDS, dtype=torch.int64)
+    found = empty(len(names), pairs, wide)
+    products = torch.empty(len(names) * most * FIELDS, dtype=torch.int64)
+    # gate and up of an expert are neighbours, because they have the same tokens
+    step, apart = (len(names), 1) if one_list else (1, most)
     for number, name in enumerate(names):
-        stack, to = quantized(getattr(experts, name)), products.data_ptr() + 8 * FIELDS * most * number
-        where = (index, found.data_ptr() + 4 * number * pairs * wide, inner, 4 * wide, to)
+        stack, to = quantized(getattr(experts, name)), products.data_ptr() + 8 * FIELDS * apart * number
+        where = (index, found.data_ptr() + 4 * number * pairs * wide, inner, 4 * wide, to, step)
         _list_products(1, starts, count, most, *stack.addresses, *experts.strides[name], *where)
         if not one_list:
             DRIVERS(stack)(x.data_ptr(), len(x), stack, to, most)
@@ -273,9 +287,9 @@ def quantized_down(hidden: Tensor, experts: Experts, plan: Tensor) -> Tensor:
     """Multiply down of all experts as one list of products."""
     stack, pairs, count = quantized(experts.down), len(hidden), experts.count
     wide, most = padded(experts.hidden), min(count, pairs)
-    results = torch.empty(pairs, wide)
+    results = empty(pairs, wide)
     products = torch.empty(most * FIELDS, dtype=torch.int64)
-    where = (token_indices(pairs), results.data_ptr(), experts.hidden, 4 * wide, products.data_ptr())
+    where = (token_indices(pairs), results.data_ptr(), experts.hidden, 4 * wide, products.data_ptr(), 1)
     _list_products(1, plan.data_ptr(), count, most, *stack.addresses, *experts.strides["down"], *where)
     DRIVERS(stack)(hidden.data_ptr(), pairs, stack, products.data_ptr(), most)
     return results

@@ -4,6 +4,7 @@ Calls of one signature differ only in addresses, which are listed separately. Si
 tensors, such as a weight or pages, are computed once and stored on it.
 """
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -29,15 +30,22 @@ class Uncacheable(Exception):
 class Contents(NamedTuple):
     """The tensors inside an argument.
 
-    owner      id of the argument: a copy inherits the attribute of the original
+    owner      the argument. A shallow copy inherits the attribute of the original, whose memory may be gone, and may then lie
+               where the original lay: an id would not tell them apart
     structure  a number shared by all arguments that differ only in addresses
     addresses  of its tensors; spans  their bytes
+    inside     the objects in it that hold tensors
     """
 
-    owner: int
+    owner: weakref.ref[Any]
     structure: int
     addresses: tuple[int, ...]
     spans: tuple[int, ...]
+    inside: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # other copies have none
+        return type(None), ()
 
 
 def describe(values: Iterable[Any], key: list[Any], addresses: list[int]) -> None:
@@ -61,7 +69,7 @@ def describe(values: Iterable[Any], key: list[Any], addresses: list[int]) -> Non
         else:
             try:
                 contents = value.__dict__[NAME]
-                if contents.owner != id(value):
+                if contents.owner() is not value:
                     contents = _open(value)
             except (KeyError, AttributeError):
                 contents = _open(value)
@@ -74,18 +82,20 @@ def _open(value: Any) -> Contents:
     key: list[Any] = [type(value)]
     addresses: list[int] = []
     sizes: list[int] = []
+    inside: list[Any] = []
     if isinstance(value, Enum):
         key.append(value.name)
     elif is_dataclass(value):
         parts = [getattr(value, field.name) for field in fields(value)]
         describe(parts, key, addresses)
-        sizes = spans(parts)
+        sizes, inside = spans(parts), holders(parts)
     else:
         raise Uncacheable
     # two fields may hold one tensor
     each = dict(zip(addresses, sizes, strict=True))
     key += [addresses.index(address) for address in addresses]
-    contents = value.__dict__[NAME] = Contents(id(value), _number(tuple(key)), tuple(each), tuple(each.values()))
+    sizes_at = tuple(each), tuple(each.values())
+    contents = value.__dict__[NAME] = Contents(weakref.ref(value), _number(tuple(key)), *sizes_at, tuple(inside))
     return contents
 
 
@@ -113,7 +123,7 @@ def spans(values: Iterable[Any]) -> list[int]:
 
 
 def holders(values: Iterable[Any]) -> list[Any]:
-    """List the arguments that hold tensors."""
+    """List the arguments that hold tensors, and the objects inside them that do."""
     found: list[Any] = []
     for value in values:
         kind = type(value)
@@ -121,4 +131,5 @@ def holders(values: Iterable[Any]) -> list[Any]:
             found += holders(value)
         elif kind is not Tensor and kind not in PLAIN and value.__dict__[NAME].addresses:
             found.append(value)
+            found += value.__dict__[NAME].inside
     return found

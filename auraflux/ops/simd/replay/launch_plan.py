@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from auraflux.ops.simd.jit import REUSED_FROM, empty
 from auraflux.ops.simd.replay.call_signature import Uncacheable, spans
 from auraflux.ops.simd.replay.record import Recording
 from auraflux.ops.simd.threads import LINE
@@ -60,8 +61,10 @@ class LaunchPlan:
 
 
 def _maker(shape: torch.Size, dtype: torch.dtype) -> Callable[[], Tensor]:
+    if dtype is not torch.float32:
+        return partial(torch.empty, *shape, dtype=dtype)
     # naming a dtype takes half a microsecond
-    return partial(torch.empty, *shape) if dtype is torch.float32 else partial(torch.empty, *shape, dtype=dtype)
+    return partial(torch.empty if 4 * shape.numel() < REUSED_FROM else empty, *shape)
 
 
 class CallRecording(Recording):

@@ -21,7 +21,7 @@ from auraflux.ops.attention.reference_latent import split_latent
 from auraflux.ops.attention.reference_token_selection import TokenSelection
 from auraflux.ops.norm.cpu import rms_norm
 from auraflux.ops.rope.cpu import norm_rope, rope
-from auraflux.ops.simd.jit import as_float, like, threads, workspace
+from auraflux.ops.simd.jit import as_float, empty, like, threads, workspace
 from auraflux.ops.turboquant.codebook import Codebook
 from auraflux.ops.turboquant.cpu.append import launch_append
 from auraflux.ops.turboquant.cpu.attend import attend, finish, scratch_of, split_work
@@ -226,7 +226,7 @@ def turboquant_attention(
     parts, runs, rows = split_work(q, pages, jobs)
     slots = parts + (pages.full_precision is not None)
     states = tokens * heads * slots
-    found = torch.empty(states * (width + 2))
+    found = empty(states * (width + 2))
     o = found.data_ptr()
     partials = Partials(o, o + 4 * states * width, o + 4 * states * (width + 1), slots)
     if kernel is not None:

@@ -13,14 +13,26 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from auraflux.ops.attention.cpu.launch_args import flatten, read_args
 from auraflux.ops.attention.cpu.page_index import NO_WINDOW, index_of
 from auraflux.ops.attention.cpu.row_blocks import ROWS
 from auraflux.ops.attention.cpu.row_tiles import PART, close_row, fold_row
-from auraflux.ops.simd.jit import LINE, Kernel, arguments, as_float, call_kernel, floats, int64s, jit, real, share, workspace
+from auraflux.ops.simd.jit import (
+    LINE,
+    Kernel,
+    arguments,
+    as_float,
+    call_kernel,
+    empty,
+    floats,
+    int64s,
+    jit,
+    real,
+    share,
+    workspace,
+)
 from auraflux.ops.simd.softmax import NOTHING, ZERO, fill
 from auraflux.ops.turboquant.cpu.attend_float32 import attend_dequantized, attend_full_precision, float32_nbytes
 from auraflux.ops.turboquant.cpu.codec import levels_for, scratch_nbytes, threads_for
@@ -129,7 +141,7 @@ def scratch_of(width: int) -> int:
 def finish(q: Tensor, pages: CodePages, partials: Partials, sinks: Tensor | None) -> Tensor:
     """Merge the parts of each row with its sink, and rotate the rows back."""
     tokens, heads, width = q.shape
-    out, nbytes = torch.empty(tokens, heads, width), scratch_nbytes(width) + 4 * width + LINE
+    out, nbytes = empty(tokens, heads, width), scratch_nbytes(width) + 4 * width + LINE
     jobs = threads_for(tokens * heads * partials.slots * width)
     sizes = tokens * heads, heads, 0 if sinks is None else sinks.data_ptr()
     table = rotation_for(width, pages.seed).back
