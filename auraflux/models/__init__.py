@@ -51,6 +51,7 @@ FAMILIES = {
     "solar_open": "glm4_moe",
     "dots1": "glm4_moe",
     "hy_v3": "glm4_moe",
+    "hy_v4": "hy_v4",
     "exaone_moe": "glm4_moe",
     "mellum": "qwen3_moe",
     "afmoe": "afmoe",

@@ -92,6 +92,7 @@ from auraflux.ops.streams.reference import (
     expand_streams,
     gate_streams,
     norm_streams,
+    read_streams,
     sum_streams,
     write_streams,
 )
@@ -202,6 +203,7 @@ __all__ = [
     "per_layer_inputs",
     "pooled_mixture",
     "qk_norm",
+    "read_streams",
     "relu_square",
     "rms_norm",
     "rope",

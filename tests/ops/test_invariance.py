@@ -47,7 +47,7 @@ ROWS = {
     "gated_delta_step": ("state", "q", "k", "v", "decay", "beta"),
     "route": ("logits",),
     "weigh_experts": ("logits", "ids"),
-    **dict.fromkeys(("collapse_streams", "sum_streams"), ("x", "mixes")),
+    **dict.fromkeys(("collapse_streams", "read_streams", "sum_streams"), ("x", "mixes")),
     "expand_streams": ("x", "found", "write", "mix"),
     "norm_streams": ("x",),
     "gate_streams": ("x", "gates"),
