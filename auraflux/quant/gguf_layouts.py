@@ -217,7 +217,7 @@ def _tq2_0(blocks: Array) -> Parts:
 
 
 def _iq4_nl(blocks: Array) -> Parts:
-    return _nibbles(blocks), blocks["scale"].astype(np.float32)[:, None], None
+    return _nibbles(blocks), np.ascontiguousarray(blocks["scale"])[:, None], None
 
 
 def _iq4_xs(blocks: Array) -> Parts:
@@ -278,7 +278,7 @@ LAYOUTS = {
     "Q6_K": Layout(_record(codes="V128", top="V64", steps="V16", scale="<f2"), 6, 256, _q6_k, 16),
     "Q3_K": Layout(_record(top="V32", codes="V64", steps="V12", scale="<f2"), 3, 256, _q3_k, 16),
     "Q2_K": Layout(_record(steps="V16", codes="V64", scale="<f2", least="<f2"), 2, 256, _q2_k, 16),
-    "IQ4_NL": Layout(_record(scale="<f2", codes="V16"), 4, 32, _iq4_nl),
+    "IQ4_NL": Layout(_record(scale="<f2", codes="V16"), 4, 32, _iq4_nl, scale_bits=16),
     "IQ4_XS": Layout(_record(scale="<f2", high="<u2", steps="V4", codes="V128"), 4, 256, _iq4_xs),
     "IQ1_S": Layout(_record(scale="<f2", codes="V32", highs="V16"), 1, 256, _iq1_s),
     "IQ1_M": Layout(_record(codes="V32", highs="V16", steps="V8"), 1, 256, _iq1_m, 16),

@@ -39,6 +39,7 @@ UNBIASED = {
     "fp8": Unbiased("FP8", torch.float32, (8,), affine.GROUPS),
     "centred": Unbiased("centred codes", torch.float32, levels.CENTRED_BITS, (16,)),
     "iq4": Unbiased("IQ4", torch.float32, (4,), (32,)),
+    "iq4_nl": Unbiased("IQ4_NL", torch.float16, (4,), (32,)),
     "nvfp4": Unbiased("NVFP4", torch.float32, (4,), (16,)),
     **{kind: Unbiased(kind.upper(), torch.int32, (one.bits,), (one.group,)) for kind, one in super_blocks.FORMATS.items()},
     **{kind: Unbiased(kind.upper(), torch.int16, (one.bits,), (one.group,)) for kind, one in grids.FORMATS.items()},
@@ -52,8 +53,8 @@ class QTensor:
     """A quantized weight [N, K], or a stack of them [E, N, K].
 
     packed   int32 [..., N, K*bits/32]; with lanes [..., N/lanes, K*bits/32, lanes], N rounded up to full blocks
-    scales   [..., N, K/group] or [..., N/lanes, K/group, lanes]; bf16, f16 or f32, for MXFP4 uint8 exponents, for other
-             formats without biases f32; in super-blocks int32 words, with grids int16 halves, fewer than groups
+    scales   [..., N, K/group] or [..., N/lanes, K/group, lanes]; bf16, f16 or f32, for MXFP4 uint8 exponents, for IQ4_NL
+             f16, for other formats without biases f32; in super-blocks int32 words, with grids int16 halves, fewer than groups
     biases   like scales; None for all formats but the affine one
     shape    of the dequantized matrix or stack
     """
@@ -82,7 +83,7 @@ class QTensor:
             raise FormatError(f"packed codes have dtype {self.packed.dtype}; int32 is needed (view uint32 words as int32).")
         if self.super_block is not None and self.packed.is_cuda:
             raise FormatError(f"GPU kernels do not read super-blocks; call `expand_scales` on this {self.kind} weight.")
-        dtypes = affine.SCALE_DTYPES if self.biases is not None else (torch.uint8, torch.float32, torch.int32, torch.int16)
+        dtypes = affine.SCALE_DTYPES if self.biases is not None else tuple({one.scales for one in UNBIASED.values()})
         for name in ("scales", "biases"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.dtype not in dtypes:

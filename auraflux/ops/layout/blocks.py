@@ -124,7 +124,7 @@ def _mxfp4(rows: Rows) -> Split:
 
 
 def _iq4_nl(rows: Rows) -> Split:
-    return Split(rows.nibbles(2, 4), [_float_bits(rows, 0)], [])
+    return Split(rows.nibbles(2, 4), [rows.half(0)], [])
 
 
 def _float_bits(rows: Rows, start: int) -> ir.Value:

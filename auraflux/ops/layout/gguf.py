@@ -67,7 +67,7 @@ class BlockForm(NamedTuple):
             return found.words, 4
         if self.kind == "MXFP4":
             return 1, 1
-        return layout.size // layout.group, 4 if found is not None or self.kind == "IQ4_NL" else 2
+        return layout.size // layout.group, 2 if found is None else 4
 
     @property
     def scale_dtype(self) -> torch.dtype:

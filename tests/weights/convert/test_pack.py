@@ -106,7 +106,7 @@ def test_gguf_blocks_are_unchanged_on_any_machine(tmp_path):
     kinds = {name: "IQ4_NL" for name in tensors if "switch_mlp" in name or "o_proj" in name}
     source = write_gguf(tmp_path / "m.gguf", tensors, "Q8_0", "qwen3moe", METADATA["qwen3moe"], kinds)
     folder, gpu = packed(source, tmp_path / "packed"), packed(source, tmp_path / "gpu", lanes=1)
-    assert [experts_of(each).files[0].like["down"].kind for each in (folder, gpu)] == ["iq4", "iq4"]
+    assert [experts_of(each).files[0].like["down"].kind for each in (folder, gpu)] == ["iq4_nl", "iq4_nl"]
     ids = list(range(1, 20))
     assert error(logits(folder, ids), logits(source, ids)) < 1e-6
     assert error(logits(gpu, ids), logits(source, ids)) < 1e-6
