@@ -24,6 +24,7 @@ FAMILIES = {
     "qwen2_moe": "qwen3_moe",
     "olmoe": "qwen3_moe",
     "mixtral": "qwen3_moe",
+    "dbrx": "dbrx",
     "phimoe": "phimoe",
     "flex_olmo": "flex_olmo",
     "qwen3_next": "qwen3_5_moe",

@@ -3,6 +3,7 @@
 from auraflux.ops._dispatch import Declined, Op, all_ops, exact, invariant, use_backend
 from auraflux.ops.activation.reference import (
     clamped_swiglu,
+    clip,
     gate_heads,
     geglu,
     limited_swiglu,
@@ -155,6 +156,7 @@ __all__ = [
     "choose_coded_positions",
     "choose_positions",
     "clamped_swiglu",
+    "clip",
     "collapse_streams",
     "combine",
     "compress_windows",

@@ -25,7 +25,7 @@ ROWS = {
     **dict.fromkeys(("linear", "linears", "gate_up_swiglu"), ("x",)),
     **dict.fromkeys(("add_norm_linears", "add_norm_scores", "add_norm_gate_up"), ("x", "delta")),
     **dict.fromkeys(("swiglu", "geglu", "clamped_swiglu", "limited_swiglu"), ("gate", "up")),
-    **dict.fromkeys(("rotate", "encode", "rms_norm", "layer_norm", "split_q_gate", "relu_square"), ("x",)),
+    **dict.fromkeys(("rotate", "encode", "rms_norm", "layer_norm", "split_q_gate", "relu_square", "clip"), ("x",)),
     **dict.fromkeys(("sigmoid_gate", "gate_heads"), ("x", "gate")),
     "embed": ("ids",),
     "add_lora": ("inputs", "ys", "adapters"),
