@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import FormatError
-from auraflux.models import attention, llama, qwen3_moe
+from auraflux.models import attention, qwen3_moe
 from auraflux.models.attention import Heads
 from auraflux.models.config import NESTED, Keys
 from auraflux.models.layer import Layer, LayerInput, Mixer
 from auraflux.models.mixture import MixtureConfig
 from auraflux.models.phimoe import CentredLayer
 from auraflux.models.qwen3_moe import make_caches
+from auraflux.models.rotation import rope_settings, rotation
 from auraflux.ops import Routing, clip, combine, layer_norm
 from auraflux.weights.fields import COUNT, EXPERTS, FACTOR, THETA, WIDTH
 from auraflux.weights.formats.stored import Stored
@@ -24,6 +25,12 @@ from auraflux.weights.loader import Weights
 __all__ = ["Config", "Model", "make_caches", "rename"]
 
 EPS = 1e-5  # of norms, which no config has
+ALIASES = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+    "max_position_embeddings": "max_seq_len",
+}
 POWER = "moe_normalize_expert_weights"
 # published names -> ours
 NAMES = {
@@ -49,31 +56,39 @@ class Config(qwen3_moe.Config):
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "Config":
-        keys = Keys(config)
+        keys = Keys(config, ALIASES)
         keys.only("tie_word_embeddings", False)
         attn, ffn = keys.section("attn_config"), keys.section(NESTED)
         ffn.section("ffn_act_fn").only("name", "silu")
-        changes = {
-            "hidden_size": keys.read("d_model", WIDTH),
-            "num_attention_heads": keys.read("n_heads", COUNT),
-            "num_hidden_layers": keys.read("n_layers", COUNT),
-            "max_position_embeddings": keys.get("max_seq_len", COUNT, 2048),
-            "num_key_value_heads": attn.get("kv_n_heads", COUNT, 1),
-            "intermediate_size": ffn.get("ffn_hidden_size", WIDTH, 3584),
-            "rope_theta": attn.get("rope_theta", THETA, keys.theta()),
-            "rms_norm_eps": EPS,
-        }
-        plain = llama.Config.from_hf(keys.changed(changes).found)
+        heads, kv_heads = keys.heads, attn.get("kv_n_heads", COUNT, 1)
+        if heads % kv_heads:
+            raise FormatError(f"{keys.title} has {heads} n_heads, which {kv_heads} kv_n_heads cannot share.")
+        width, inner = keys.hidden // heads, ffn.get("ffn_hidden_size", WIDTH, 3584)
+        turning = keys.changed({"rope_theta": attn.get("rope_theta", THETA, keys.theta())})
         count, chosen = ffn.get("moe_num_experts", EXPERTS, 4), ffn.get("moe_top_k", EXPERTS, 1)
         if not 1 <= chosen <= count:
             raise FormatError(f"{keys.title} has moe_top_k {chosen} of moe_num_experts {count}.")
         # weights are divided by their sum, unless the power of their norm is null
         ffn.get(POWER, number(1, 1), 1)
-        sums_to_one = (config.get(NESTED) or {}).get(POWER, 1) is not None
+        sums_to_one = not ffn.is_null(POWER)
         return cls(
-            **vars(plain),
-            mixture=MixtureConfig(count, plain.inner, Routing(chosen, "softmax", renormalize=sums_to_one)),
-            sparse=frozenset(range(plain.layers)),
+            hidden=keys.hidden,
+            inner=inner,
+            vocab=keys.vocab(),
+            layers=keys.layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_width=width,
+            windows=(None,) * keys.layers,
+            eps=EPS,
+            tied=False,
+            head_norms=None,
+            context=keys.context(2048),
+            rotation=rotation(keys, width, rope_settings(turning), by_context=True),
+            growth=None,
+            others={},
+            mixture=MixtureConfig(count, inner, Routing(chosen, "softmax", renormalize=sums_to_one)),
+            sparse=frozenset(range(keys.layers)),
             home="mlp",
             limit=attn.get("clip_qkv", FACTOR, None),
         )

@@ -44,6 +44,7 @@ class Config(deepseek_v32.Config):
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "Config":
         keys = Keys(config)
+        keys.only("rope_interleave", False)
         if "layer_types" in keys:
             keys.layer_types(INDEXED)
         usual = [FULL if index == 0 or index % 4 == 1 else SHARED for index in range(keys.layers)]
