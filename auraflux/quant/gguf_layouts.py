@@ -105,7 +105,7 @@ def _ranged(blocks: Array) -> tuple[Array, Array]:
 
 
 def _q4_0(blocks: Array) -> Parts:
-    return _nibbles(blocks), *_centred(blocks, 8)
+    return _nibbles(blocks), np.ascontiguousarray(blocks["scale"]).view(np.int16)[:, None], None
 
 
 def _q4_1(blocks: Array) -> Parts:
@@ -268,7 +268,7 @@ def _iq3_s(blocks: Array) -> Parts:
 
 
 LAYOUTS = {
-    "Q4_0": Layout(_record(scale="<f2", codes="V16"), 4, 32, _q4_0),
+    "Q4_0": Layout(_record(scale="<f2", codes="V16"), 4, 32, _q4_0, scale_bits=16),
     "Q4_1": Layout(_record(scale="<f2", least="<f2", codes="V16"), 4, 32, _q4_1),
     "Q5_0": Layout(_record(scale="<f2", fifth="V4", codes="V16"), 5, 32, _q5_0),
     "Q5_1": Layout(_record(scale="<f2", least="<f2", fifth="V4", codes="V16"), 5, 32, _q5_1),

@@ -24,6 +24,7 @@ from tests.models.oracles import error, prefill, save, tokens, transformers_logi
 from tests.models.test_axk2 import axk2
 from tests.models.test_bailing_hybrid import bailing
 from tests.models.test_cohere2_moe import cohere
+from tests.models.test_dbrx import dbrx
 from tests.models.test_deepseek_v4 import deepseek as deepseek_v4
 from tests.models.test_ernie4_5_moe import ernie
 from tests.models.test_flex_olmo import flex_olmo
@@ -66,7 +67,7 @@ OTHERS |= {
     "lfm2_moe": lfm2,
 }
 OTHERS |= {"longcat_flash": longcat, "mimo_v2_flash": mimo, "minimax_m3_vl": minimax_m3, "step3p7": step}
-OTHERS |= {"hy_v4": hunyuan4}
+OTHERS |= {"hy_v4": hunyuan4, "dbrx": lambda: dbrx(ffn={"moe_top_k": 7})}
 PAIRS = [f"k{key}v{value}" for key, value in product(BITS, BITS)]
 
 

@@ -93,6 +93,7 @@ BLOCKS: list[tuple[str, int, dict[str, Any]]] = [
     ("q2k", 2, {"group": 16, "scales": F32}),
     ("iq4", 4, {"group": 32, "kind": "iq4"}),
     ("iq4_nl", 4, {"group": 32, "kind": "iq4_nl"}),
+    ("q4_0", 4, {"group": 32, "kind": "q4_0"}),
     ("nvfp4", 4, {"group": 16, "kind": "nvfp4"}),
 ]
 # and others whose scales are not bf16: on Hopper the bits select the kernel for one bf16 token
