@@ -17,7 +17,7 @@ from auraflux.models.hyper_connections import Hyper, HyperLayer, Readout
 from auraflux.models.layer import FeedForward, Layer, LayerInput, Mixer, Residual
 from auraflux.models.mixture import MixtureConfig
 from auraflux.models.rotation import RopeSettings, Rotation, rope_settings, rotation
-from auraflux.ops import Limit, Routing, combine, limited_swiglu, rms_norm, route, weigh_experts
+from auraflux.ops import Limit, Routing, combine, limited_swiglu, rms_norm, route, start_streams, weigh_experts
 from auraflux.weights.experts.load_layer import load_experts
 from auraflux.weights.fields import (
     COUNT,
@@ -200,7 +200,7 @@ class Model(Decoder[Config]):
     def embed_tokens(self, ids: Tensor) -> Tensor:
         """Start the residual streams, all with the same embedding: [T] -> [T, N, H]."""
         self.tokens.ids = ids
-        return super().embed_tokens(ids).unsqueeze(1).repeat(1, self.config.hyper.count, 1)
+        return start_streams(super().embed_tokens(ids), self.config.hyper.count)
 
     def final_norm(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
         """Collapse and normalise the output of the last layer: [T, N, H] -> [T, H]."""

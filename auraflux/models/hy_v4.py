@@ -14,7 +14,7 @@ from auraflux.models.hyper_connections import Hyper, HyperLayer, Readout
 from auraflux.models.layer import FeedForward, Layer, LayerInput, Mixer, Residual
 from auraflux.models.mlp import MLP
 from auraflux.models.mtp import MTPNames
-from auraflux.ops import Limit, combine, rms_norm, route
+from auraflux.ops import Limit, combine, rms_norm, route, start_streams
 from auraflux.weights.experts.load_layer import load_experts
 from auraflux.weights.fields import EPS, FACTOR, LAYERS, NAMES, STREAMS
 from auraflux.weights.loader import Weights
@@ -103,7 +103,7 @@ class Model(deepseek_v32.Model):
 
     def embed_tokens(self, ids: Tensor) -> Tensor:
         """Start the residual streams, all with the same embedding: [T] -> [T, N, H]."""
-        return super().embed_tokens(ids).unsqueeze(1).repeat(1, self.config.hyper.count, 1)
+        return start_streams(super().embed_tokens(ids), self.config.hyper.count)
 
     def final_norm(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
         """Collapse and normalise the output of the last layer: [T, N, H] -> [T, H]."""

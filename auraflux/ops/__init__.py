@@ -94,6 +94,7 @@ from auraflux.ops.streams.reference import (
     gate_streams,
     norm_streams,
     read_streams,
+    start_streams,
     sum_streams,
     write_streams,
 )
@@ -223,6 +224,7 @@ __all__ = [
     "sigmoid_gate",
     "split_latent",
     "split_q_gate",
+    "start_streams",
     "sum_parts",
     "sum_streams",
     "swiglu",

@@ -12,7 +12,8 @@ from auraflux.errors import FormatError
 from auraflux.models.config import experts_per_token, has_experts
 from auraflux.models.dbrx import Config
 from tests.models.mlx_oracle import check_mlx, quantized
-from tests.models.oracles import check_family, error, logits, save, tokens, transformers_logits
+from tests.models.oracles import check_family, error, logits, prefill, save, tokens, transformers_logits
+from tests.models.test_graphs import engines
 from tests.models.test_qwen3_moe import sharpen_routers
 
 SMALL: dict[str, Any] = {"vocab_size": 259, "d_model": 96, "n_layers": 3, "n_heads": 6, "max_seq_len": 512}
@@ -68,6 +69,18 @@ def test_without_a_limit_nothing_is_clipped(tmp_path: Path):
     config["attn_config"]["clip_qkv"] = None
     (folder / "config.json").write_text(json.dumps(config))
     assert error(logits(folder, ids), expected) < 1e-5
+
+
+def test_decode_steps_are_replayed(tmp_path: Path):
+    model = dbrx()
+    folder, ids, found = save(model, tmp_path), tokens(model, 30), {}
+    for graphs, engine in engines(folder, "k8v4").items():
+        sequence = engine.cache.open()
+        prefill(engine, sequence, ids[:20])
+        batch = engine.cache.batch([sequence])
+        found[graphs] = torch.stack([engine.decode(batch, [token]) for token in ids[20:]])
+        assert (engine.graphs.refused is None) == graphs, engine.graphs.refused
+    assert torch.equal(found[True], found[False])
 
 
 def test_experts_are_counted():

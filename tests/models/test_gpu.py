@@ -31,7 +31,6 @@ from tests.models.test_flex_olmo import flex_olmo
 from tests.models.test_granitemoe import granite, hybrid, swash
 from tests.models.test_graphs import ALL, MODELS, PROMPT, STEPS
 from tests.models.test_hunyuan_v1_moe import hunyuan
-from tests.models.test_hy_v4 import hunyuan4
 from tests.models.test_kolibri1 import kolibri
 from tests.models.test_lfm2_moe import lfm2
 from tests.models.test_llama4_text import llama4
@@ -67,7 +66,7 @@ OTHERS |= {
     "lfm2_moe": lfm2,
 }
 OTHERS |= {"longcat_flash": longcat, "mimo_v2_flash": mimo, "minimax_m3_vl": minimax_m3, "step3p7": step}
-OTHERS |= {"hy_v4": hunyuan4, "dbrx": lambda: dbrx(ffn={"moe_top_k": 7})}
+OTHERS |= {"dbrx": lambda: dbrx(ffn={"moe_top_k": 7})}
 PAIRS = [f"k{key}v{value}" for key, value in product(BITS, BITS)]
 
 

@@ -49,7 +49,7 @@ ROWS = {
     "weigh_experts": ("logits", "ids"),
     **dict.fromkeys(("collapse_streams", "read_streams", "sum_streams"), ("x", "mixes")),
     "expand_streams": ("x", "found", "write", "mix"),
-    "norm_streams": ("x",),
+    **dict.fromkeys(("norm_streams", "start_streams"), ("x",)),
     "gate_streams": ("x", "gates"),
     "write_streams": ("x", "found", "mixes"),
     "gate_values": ("keys", "queries", "values"),

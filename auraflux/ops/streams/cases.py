@@ -9,6 +9,7 @@ from auraflux.ops.streams.reference import (
     gate_streams,
     norm_streams,
     read_streams,
+    start_streams,
     sum_streams,
     write_streams,
 )
@@ -53,6 +54,8 @@ def write(tokens: int, n: int, hidden: int, dtype: torch.dtype = torch.float32) 
 
 
 CASES = [
+    Case(start_streams, "one-token", lambda: {"x": torch.randn(1, 2816), "count": 4}, bench=True),
+    Case(start_streams, "odd-bf16", lambda: {"x": torch.randn(7, 333).to(BF16), "count": 3}),
     Case(collapse_streams, "one-token", lambda: collapse(1, 4, 4096), bench=True),
     Case(collapse_streams, "many-tokens", lambda: collapse(63, 4, 1024)),
     Case(collapse_streams, "odd", lambda: collapse(5, 3, 333)),

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, jit, like, real, share, threads
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, jit, like, octets, real, share, threads
 from auraflux.ops.simd.math import exp, sigmoid
 
 PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
@@ -53,6 +53,22 @@ def _sum(x_at, weights, n, hidden, out_at):
         x, weight = floats(x_at + 4 * j * hidden, hidden), weights[j]
         for i in range(hidden):
             out[i] += weight * x[i]
+
+
+@Kernel
+def _start(args, job, jobs):
+    x_at, out_at, rows, n, nbytes = arguments(args, 5)
+    for row in share(rows, job, jobs):
+        x, out = octets(x_at + row // n * nbytes, nbytes), octets(out_at + row * nbytes, nbytes)
+        for i in range(nbytes):
+            out[i] = x[i]
+
+
+def start_streams(x: Tensor, count: int) -> Tensor:
+    tokens, hidden = x.shape
+    out = x.new_empty(tokens, count, hidden)
+    _start(_jobs(out), x.data_ptr(), out.data_ptr(), tokens * count, count, hidden * x.itemsize)
+    return out
 
 
 @Kernel

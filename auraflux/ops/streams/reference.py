@@ -27,6 +27,24 @@ def _check_mixes(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, width: i
     check_shape("scale", scale, scales)
 
 
+def _check_start(x: Tensor, count: int) -> None:
+    check_dense(x=x)
+    check_floating(x=x)
+    check_shape("x", x, None, None)
+    if count < 1:
+        raise InputError(f"count is {count}; at least one stream is needed.")
+
+
+@op(check=_check_start)
+def start_streams(x: Tensor, count: int) -> Tensor:
+    """Start `count` streams of each token, all with the same values.
+
+    x        [T, H]
+    returns  [T, N, H]  in x's dtype
+    """
+    return x[:, None].repeat(1, count, 1)
+
+
 def _check_collapse(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, eps: float, rounds: int) -> None:
     check_shape("x", x, None, None, None)
     _check_mixes(x, mixes, base, scale, x.shape[1] * (x.shape[1] + 2), 3)
