@@ -6,7 +6,7 @@ KV_BITS = (2, 3, 4, 6, 8)  # of keys and of values
 # Tiny models of these families tolerate four bits, but no released one was measured. gpt-oss is reported to be sensitive to any
 # quantization of keys. A latent is key and value of all heads, and selected tokens are all quantized. DeepSeek V4 entries have
 # no quantized form.
-KV_OF = dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_linear", "gpt_oss", "qwen4_exp", "minimax_m3_vl"), "k8v4")
+KV_OF = dict.fromkeys(("deepseek_v3", "deepseek_v32", "hy_v4", "kimi_linear", "gpt_oss", "qwen4_exp", "minimax_m3_vl"), "k8v4")
 # nor have keys and values of different widths
 KV_OF |= dict.fromkeys(("deepseek_v4", "mimo_v2_flash"), "none")
 # full-precision tokens of quantized layers: the first ones, and those nearest to a query

@@ -239,6 +239,8 @@ class SparseLatentShape(LatentShape):
 
     def build(self, cache: LayerContext, bits: Bits | None, number: int) -> SparseLatentLayer:  # type: ignore[override]
         group, settings, keys = cache.group(None), cache.settings, None
+        if group.page_shard.is_sharded:
+            raise SettingsError("sparse latent attention does not support context parallelism.")
         if bits is None:
             if self.index_width is not None:
                 keys = IndexKeys(group, self.index_width, cache.dtype)

@@ -98,7 +98,7 @@ class Attention(Mixer):
         if "v" in rows:
             rows["v"] = heads.value_width
         each = [(f"{name}.{kind}_proj", n * heads.kv, span(mine, n)) for kind, n in rows.items()]
-        self.qkv = [weights.row_shard(projection, n, hidden, some) for projection, n, some in each]
+        self.qkv = self.load_qkv(weights, hidden, each)
         self.qkv_bias = [weights.bias(*which) for which in each]
         self.gate: tuple[Stored, ...] = ()
         if gate is not None:
@@ -127,6 +127,10 @@ class Attention(Mixer):
                 self.norms = q_norm, k_norm
         sunk = span(mine, shared)
         self.sinks = weights.vector(f"{name}.sinks", heads.count)[sunk.start : sunk.stop] if sinks else None
+
+    def load_qkv(self, weights: Weights, hidden: int, each: list[tuple[str, int, range]]) -> list[Stored]:
+        """Load the projections of which names, numbers of rows and this rank's rows are given."""
+        return [weights.row_shard(projection, n, hidden, some) for projection, n, some in each]
 
     def __call__(self, inputs: LayerInput, batch: Batch | MixedBatch, store: Any) -> tuple[Tensor, Tensor]:
         """Return the residual stream with its delta added, and the next delta, both [T, H]."""

@@ -111,12 +111,7 @@ def _gated(inputs: LayerInput, gate: NormGate) -> NormedInput:
 
 
 class Attention(deepseek_v32.Attention):
-    """Sparse latent attention whose queries and output gates are one projection of low-rank queries, normalised and not.
-
-    gates  [T, H * value]  of the current step
-    """
-
-    gates: Tensor
+    """Sparse latent attention whose queries and output gates are one projection of low-rank queries, normalised and not."""
 
     def make_query(self, config: deepseek_v3.Config, weights: Weights, name: str, mine: range) -> LowRank:
         """Load the projection of queries and gates."""

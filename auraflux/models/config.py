@@ -33,6 +33,7 @@ EXPERTS_BY_LAYER = either(EXPERTS, list_of(EXPERTS, MOST_LAYERS))
 # of the key num_experts_per_tok
 OTHER_NAMES = "moe_k", "top_k_experts", "num_experts_per_token", "moe_top_k"
 LISTED = "moe_topk"  # another, which may be a list
+NESTED = "ffn_config"  # DBRX has it in a section
 
 
 def text_type(config: dict[str, Any]) -> str | None:
@@ -179,14 +180,18 @@ class Keys(Fields):
 def experts_per_token(config: dict[str, Any]) -> int:
     """Return the experts that each layer chooses for a token, by the key of any family."""
     keys = Keys(config)
+    if NESTED in keys:
+        return keys.section(NESTED).read(_experts_key(keys.section(NESTED)), EXPERTS)
     return keys.same(LISTED) if LISTED in keys else keys.read(_experts_key(keys), EXPERTS)
 
 
 def has_experts(config: dict[str, Any]) -> bool:
     """Return whether some layers have experts."""
     keys = Keys(config)
+    if NESTED in keys:
+        return keys.section(NESTED).get(_experts_key(keys.section(NESTED)), EXPERTS, 0) > 0
     return (keys.same(LISTED) if LISTED in keys else keys.get(_experts_key(keys), EXPERTS, 0)) > 0
 
 
-def _experts_key(keys: Keys) -> str:
+def _experts_key(keys: Fields) -> str:
     return next((name for name in OTHER_NAMES if name in keys), "num_experts_per_tok")

@@ -240,10 +240,12 @@ class Attention(PartMixer):
 
 
 class Projection:
-    """A matrix and its bias or None; `some` of their rows, by default all."""
+    """A matrix and its bias or None; `some` of their rows, by default all; or all, in the order `take`."""
 
-    def __init__(self, weights: Weights, name: str, rows: int, width: int, some: range | None = None):
-        self.weight = weights.matrix(name, rows, width) if some is None else weights.row_shard(name, rows, width, some)
+    def __init__(
+        self, weights: Weights, name: str, rows: int, width: int, some: range | None = None, take: Tensor | None = None
+    ):
+        self.weight = weights.matrix(name, rows, width, take) if some is None else weights.row_shard(name, rows, width, some)
         self.bias = weights.bias(name, rows, some)
 
     def __call__(self, x: Tensor) -> Tensor:

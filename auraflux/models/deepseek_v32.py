@@ -7,6 +7,7 @@ GLM some layers have no indexer and use the selection of the last layer that has
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from auraflux.adapters.linears import add_norm_linears
@@ -18,7 +19,7 @@ from auraflux.models.deepseek_v3 import LATENT_EPS, LowRank, Projection, rename
 from auraflux.models.layer import LayerInput, Mixer
 from auraflux.models.mtp import MTPNames, after_last
 from auraflux.models.rotation import Rotation
-from auraflux.ops import TokenSelection, layer_norm
+from auraflux.ops import TokenSelection, layer_norm, sigmoid_gate
 from auraflux.weights.fields import COUNT, HEAD, LAYERS, MOST_LAYERS, NAMES, TOKEN_COUNT
 from auraflux.weights.formats.untrusted import either, string
 from auraflux.weights.loader import Weights
@@ -38,6 +39,8 @@ class Index:
     most          positions that a token attends to (top k)
     rotation      of the first channels
     layers        those with an indexer
+    eps           of the norm over index keys
+    rotates_last  checkpoints have the rotated channels last
     """
 
     heads: int
@@ -45,6 +48,15 @@ class Index:
     most: int
     rotation: Rotation
     layers: tuple[bool, ...]
+    eps: float = KEY_EPS
+    rotates_last: bool = False
+
+    def order(self, heads: int) -> Tensor | None:
+        """Return the rows of `heads` heads with the rotated channels first; None where they are."""
+        if not self.rotates_last:
+            return None
+        each = torch.arange(self.width).roll(2 * len(self.rotation.frequencies))
+        return (torch.arange(heads)[:, None] * self.width + each).flatten()
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,16 +134,17 @@ class Indexer:
     def __init__(self, config: Config, weights: Weights, name: str):
         index, rank = config.index, config.widths.query
         assert rank is not None
-        self.heads, self.rotation = index.heads, index.rotation.to(weights.device)
-        self.query = Projection(weights, f"{name}.wq_b", index.heads * index.width, rank)
-        self.key = Projection(weights, f"{name}.wk", index.width, config.hidden)
+        self.heads, self.rotation, self.eps = index.heads, index.rotation.to(weights.device), index.eps
+        self.query = Projection(weights, f"{name}.wq_b", index.heads * index.width, rank, take=index.order(index.heads))
+        self.key = Projection(weights, f"{name}.wk", index.width, config.hidden, take=index.order(1))
         self.share = Projection(weights, f"{name}.weights_proj", index.heads, config.hidden)
-        self.norm, self.bias = (weights.vector(f"{name}.k_norm.{part}", index.width) for part in ("weight", "bias"))
+        norm = [weights.vector(f"{name}.k_norm.{part}", index.width) for part in ("weight", "bias")]
+        self.norm, self.bias = norm if (order := index.order(1)) is None else [each[order.to(each.device)] for each in norm]
         self.chosen: TokenSelection | None = None
 
     def append(self, k: Tensor, batch: Batch, store: Any) -> None:
         """Normalise, rotate and append index keys, [T, D]."""
-        k = layer_norm(k, self.norm, self.bias, KEY_EPS)
+        k = layer_norm(k, self.norm, self.bias, self.eps)
         store.append_keys(batch, self.rotation(k[:, None], batch.positions)[:, 0])
 
     def choose(self, batch: Batch, store: Any, q: Tensor, weights: Tensor) -> None:
@@ -143,11 +156,15 @@ class Attention(deepseek_v3.Attention):
     """Latent attention to the positions that an indexer selects.
 
     chooses  the indexer is its own
+    sinks    [H], the heads' attention sinks, or None
+    gates    [T, H * value], of the current step's output, where there is a `gate`
     """
 
     # later layers read the positions that it selects for all tokens of a step
     supports_mixed_batch = False
     query: LowRank
+    sinks: Tensor | None = None
+    gates: Tensor
 
     def __init__(self, config: Config, weights: Weights, name: str, indexer: Indexer, chooses: bool):
         super().__init__(config, weights, name)
@@ -159,19 +176,23 @@ class Attention(deepseek_v3.Attention):
         if index_inputs:
             self.indexer.choose(batch, store, *index_inputs)
         chosen = None if store.sees_all(batch) else self.indexer.chosen
-        mixed = store.attend(batch, self.kv_b.query(q_nope), q_rope, self.scale, chosen)
+        mixed = store.attend(batch, self.kv_b.query(q_nope), q_rope, self.scale, chosen, self.sinks)
         return total, self.out(self.output(mixed))
 
     def output(self, mixed: Tensor) -> Tensor:
         """Return the output of all heads of attended latents: [T, H, latent] -> [T, H * value]."""
-        return self.kv_b.output(mixed).flatten(1)
+        found = self.kv_b.output(mixed).flatten(1)
+        return found if self.gate is None else sigmoid_gate(found, self.gates)
 
     def append(self, inputs: LayerInput, batch: Batch, store: Any) -> tuple[Tensor, ...]:
         """Append latents and index keys; return the residual stream with its delta added and both parts of the queries, then,
         where a selection is due, the indexer's queries and weights."""
         indexer, selects = self.indexer, self.chooses and not store.sees_all(batch)
-        first = [self.query.first, self.kv_a, *([indexer.key] if self.chooses else []), *([indexer.share] if selects else [])]
+        first = [self.query.first, self.kv_a, *([] if self.gate is None else [self.gate])]
+        first += [*([indexer.key] if self.chooses else []), *([indexer.share] if selects else [])]
         total, (q, kv, *rest) = inputs.linears([each.weight for each in first], [each.bias for each in first])
+        if self.gate is not None:
+            self.gates = rest.pop(0)
         q, index_inputs = self.queries(q, selects)
         rotated = store.rope_append(batch, q, kv, self.heads, self.nope, self.rotation, self.latent_norm, LATENT_EPS)
         if self.chooses:

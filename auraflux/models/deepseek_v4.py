@@ -13,11 +13,11 @@ from auraflux.errors import FormatError
 from auraflux.models.compressed_attention import HEAVY, SPARSE, WINDOW, Attention, AttentionConfig, Index, Widths
 from auraflux.models.config import Keys
 from auraflux.models.decoder import Decoder, text_name
-from auraflux.models.hyper_connections import Connection, Hyper, HyperLayer, Readout
+from auraflux.models.hyper_connections import Hyper, HyperLayer, Readout
 from auraflux.models.layer import FeedForward, Layer, LayerInput, Mixer, Residual
 from auraflux.models.mixture import MixtureConfig
 from auraflux.models.rotation import RopeSettings, Rotation, rope_settings, rotation
-from auraflux.ops import Limit, Routing, combine, limited_swiglu, rms_norm, route, weigh_experts
+from auraflux.ops import Limit, Routing, combine, limited_swiglu, rms_norm, route, start_streams, weigh_experts
 from auraflux.weights.experts.load_layer import load_experts
 from auraflux.weights.fields import (
     COUNT,
@@ -195,14 +195,12 @@ class Model(Decoder[Config]):
 
     def _layer(self, weights: Weights, name: str, index: int) -> Layer:
         made = super()._layer(weights, name, index)
-        sizes = self.config.hyper, self.config.hidden, self.config.eps
-        around = (Connection(*sizes, weights, f"{name}.{part}_hc") for part in ("attn", "ffn"))
-        return HyperLayer(**vars(made), around=(next(around), next(around)))
+        return HyperLayer.around_parts(made, self.config.hyper, self.config.hidden, weights, name)
 
     def embed_tokens(self, ids: Tensor) -> Tensor:
         """Start the residual streams, all with the same embedding: [T] -> [T, N, H]."""
         self.tokens.ids = ids
-        return super().embed_tokens(ids).unsqueeze(1).repeat(1, self.config.hyper.count, 1)
+        return start_streams(super().embed_tokens(ids), self.config.hyper.count)
 
     def final_norm(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
         """Collapse and normalise the output of the last layer: [T, N, H] -> [T, H]."""

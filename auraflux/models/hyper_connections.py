@@ -1,4 +1,4 @@
-"""DeepSeek V4's hyper-connections: several residual streams per token.
+"""Hyper-connections of DeepSeek V4 and Hunyuan 4: several residual streams per token.
 
 Mixer and MLP read one vector that is mixed from the streams, and add their output to all of them, by weights that depend on the
 token. `ops/streams/reference.py` defines the weights.
@@ -13,17 +13,22 @@ from torch import Tensor
 from auraflux.adapters.linears import linear
 from auraflux.cache import Batch
 from auraflux.models.layer import Layer, LayerInput, Residual
-from auraflux.ops import collapse_streams, expand_streams, rms_norm, sum_streams
+from auraflux.ops import collapse_streams, expand_streams, read_streams, rms_norm, sum_streams
 from auraflux.weights.loader import Weights
 
 
 @dataclass(frozen=True)
 class Hyper:
-    """The number of residual streams, the Sinkhorn rounds of their mixing, and the eps of its weights."""
+    """The number of residual streams, and the eps of their weights.
+
+    rounds  of Sinkhorn normalisation, where streams mix; None where they do not
+    most    the largest weight for writing, where they do not mix
+    """
 
     count: int
-    rounds: int
+    rounds: int | None
     eps: float
+    most: float = 2.0
 
 
 def _mixes(x: Tensor, ones: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -36,15 +41,18 @@ class Connection:
 
     def __init__(self, hyper: Hyper, hidden: int, eps: float, weights: Weights, name: str):
         self.hyper, self.eps = hyper, eps
-        rows, wide = hyper.count * (hyper.count + 2), hyper.count * hidden
+        parts = 2 if hyper.rounds is None else 3
+        rows, wide = hyper.count * (2 if hyper.rounds is None else hyper.count + 2), hyper.count * hidden
         self.ones = torch.ones(wide, device=weights.device)
         self.weight = weights.vector(f"{name}.fn", rows, wide)
-        self.base, self.scale = weights.vector(f"{name}.base", rows), weights.vector(f"{name}.scale", 3)
+        self.base, self.scale = weights.vector(f"{name}.base", rows), weights.vector(f"{name}.scale", parts)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the input of the mixer or MLP, [T, H], and the weights of its output, see `collapse_streams`."""
-        mixes = _mixes(x, self.ones, self.eps, self.weight)
-        return collapse_streams(x, mixes, self.base, self.scale, self.hyper.eps, self.hyper.rounds)
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the input of the mixer or MLP, [T, H], and the weights of its output, for `expand_streams`."""
+        hyper, given = self.hyper, (x, _mixes(x, self.ones, self.eps, self.weight), self.base, self.scale)
+        if hyper.rounds is None:
+            return read_streams(*given, hyper.eps, hyper.most)
+        return collapse_streams(*given, hyper.eps, hyper.rounds)
 
 
 class Readout:
@@ -68,9 +76,15 @@ class HyperLayer(Layer):
 
     around: tuple[Connection, Connection]
 
+    @classmethod
+    def around_parts(cls, made: Layer, hyper: Hyper, hidden: int, weights: Weights, name: str) -> "HyperLayer":
+        """Make the layer under a name such as model.layers.3, with the parts of a layer with one stream."""
+        mixer, mlp = (Connection(hyper, hidden, made.eps, weights, f"{name}.{part}_hc") for part in ("attn", "ffn"))
+        return cls(**vars(made), around=(mixer, mlp))
+
     @property
     def supports_mixed_batch(self) -> bool:
-        """Refuse mixed batches: hash-routed mixtures read the ids of all tokens of a step."""
+        """Refuse mixed batches: hash-routed mixtures read the ids of all tokens of a step, indexers their positions."""
         return False
 
     def __call__(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> Residual:  # type: ignore[override]

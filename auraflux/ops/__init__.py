@@ -3,6 +3,7 @@
 from auraflux.ops._dispatch import Declined, Op, all_ops, exact, invariant, use_backend
 from auraflux.ops.activation.reference import (
     clamped_swiglu,
+    clip,
     gate_heads,
     geglu,
     limited_swiglu,
@@ -93,6 +94,8 @@ from auraflux.ops.streams.reference import (
     expand_streams,
     gate_streams,
     norm_streams,
+    read_streams,
+    start_streams,
     sum_streams,
     write_streams,
 )
@@ -155,6 +158,7 @@ __all__ = [
     "choose_coded_positions",
     "choose_positions",
     "clamped_swiglu",
+    "clip",
     "collapse_streams",
     "combine",
     "compress_windows",
@@ -204,6 +208,7 @@ __all__ = [
     "pooled_mixture",
     "prefetch_expert",
     "qk_norm",
+    "read_streams",
     "relu_square",
     "rms_norm",
     "rope",
@@ -221,6 +226,7 @@ __all__ = [
     "sigmoid_gate",
     "split_latent",
     "split_q_gate",
+    "start_streams",
     "sum_parts",
     "sum_streams",
     "swiglu",

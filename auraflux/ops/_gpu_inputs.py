@@ -40,6 +40,7 @@ OTHER_FORMATS = {
     "q6k": (6, 16, torch.float32, False),
     "q3k": (3, 16, torch.float32, False),
     "iq4": (4, 32, torch.float32, False),
+    "iq4_nl": (4, 32, torch.float16, False),
     "q2k": (2, 16, torch.float32, True),
     "q4k": (4, 32, torch.float32, True),
     "q5k": (5, 32, torch.float32, True),

@@ -105,7 +105,7 @@ def _ranged(blocks: Array) -> tuple[Array, Array]:
 
 
 def _q4_0(blocks: Array) -> Parts:
-    return _nibbles(blocks), *_centred(blocks, 8)
+    return _nibbles(blocks), np.ascontiguousarray(blocks["scale"]).view(np.int16)[:, None], None
 
 
 def _q4_1(blocks: Array) -> Parts:
@@ -217,7 +217,7 @@ def _tq2_0(blocks: Array) -> Parts:
 
 
 def _iq4_nl(blocks: Array) -> Parts:
-    return _nibbles(blocks), blocks["scale"].astype(np.float32)[:, None], None
+    return _nibbles(blocks), np.ascontiguousarray(blocks["scale"])[:, None], None
 
 
 def _iq4_xs(blocks: Array) -> Parts:
@@ -268,7 +268,7 @@ def _iq3_s(blocks: Array) -> Parts:
 
 
 LAYOUTS = {
-    "Q4_0": Layout(_record(scale="<f2", codes="V16"), 4, 32, _q4_0),
+    "Q4_0": Layout(_record(scale="<f2", codes="V16"), 4, 32, _q4_0, scale_bits=16),
     "Q4_1": Layout(_record(scale="<f2", least="<f2", codes="V16"), 4, 32, _q4_1),
     "Q5_0": Layout(_record(scale="<f2", fifth="V4", codes="V16"), 5, 32, _q5_0),
     "Q5_1": Layout(_record(scale="<f2", least="<f2", fifth="V4", codes="V16"), 5, 32, _q5_1),
@@ -278,7 +278,7 @@ LAYOUTS = {
     "Q6_K": Layout(_record(codes="V128", top="V64", steps="V16", scale="<f2"), 6, 256, _q6_k, 16),
     "Q3_K": Layout(_record(top="V32", codes="V64", steps="V12", scale="<f2"), 3, 256, _q3_k, 16),
     "Q2_K": Layout(_record(steps="V16", codes="V64", scale="<f2", least="<f2"), 2, 256, _q2_k, 16),
-    "IQ4_NL": Layout(_record(scale="<f2", codes="V16"), 4, 32, _iq4_nl),
+    "IQ4_NL": Layout(_record(scale="<f2", codes="V16"), 4, 32, _iq4_nl, scale_bits=16),
     "IQ4_XS": Layout(_record(scale="<f2", high="<u2", steps="V4", codes="V128"), 4, 256, _iq4_xs),
     "IQ1_S": Layout(_record(scale="<f2", codes="V32", highs="V16"), 1, 256, _iq1_s),
     "IQ1_M": Layout(_record(codes="V32", highs="V16", steps="V8"), 1, 256, _iq1_m, 16),

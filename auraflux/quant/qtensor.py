@@ -39,6 +39,8 @@ UNBIASED = {
     "fp8": Unbiased("FP8", torch.float32, (8,), affine.GROUPS),
     "centred": Unbiased("centred codes", torch.float32, levels.CENTRED_BITS, (16,)),
     "iq4": Unbiased("IQ4", torch.float32, (4,), (32,)),
+    "iq4_nl": Unbiased("IQ4_NL", torch.float16, (4,), (32,)),
+    "q4_0": Unbiased("Q4_0", torch.int16, (4,), (32,)),
     "nvfp4": Unbiased("NVFP4", torch.float32, (4,), (16,)),
     **{kind: Unbiased(kind.upper(), torch.int32, (one.bits,), (one.group,)) for kind, one in super_blocks.FORMATS.items()},
     **{kind: Unbiased(kind.upper(), torch.int16, (one.bits,), (one.group,)) for kind, one in grids.FORMATS.items()},
@@ -52,8 +54,9 @@ class QTensor:
     """A quantized weight [N, K], or a stack of them [E, N, K].
 
     packed   int32 [..., N, K*bits/32]; with lanes [..., N/lanes, K*bits/32, lanes], N rounded up to full blocks
-    scales   [..., N, K/group] or [..., N/lanes, K/group, lanes]; bf16, f16 or f32, for MXFP4 uint8 exponents, for other
-             formats without biases f32; in super-blocks int32 words, with grids int16 halves, fewer than groups
+    scales   [..., N, K/group] or [..., N/lanes, K/group, lanes]; bf16, f16 or f32, for MXFP4 uint8 exponents, for IQ4_NL
+             f16, for Q4_0 its bits as int16, for other formats without biases f32; in super-blocks int32 words, with grids
+             int16 halves, fewer than groups
     biases   like scales; None for all formats but the affine one
     shape    of the dequantized matrix or stack
     """
@@ -80,9 +83,9 @@ class QTensor:
             )
         if self.packed.dtype != torch.int32:
             raise FormatError(f"packed codes have dtype {self.packed.dtype}; int32 is needed (view uint32 words as int32).")
-        if self.super_block is not None and self.packed.is_cuda:
-            raise FormatError(f"GPU kernels do not read super-blocks; call `expand_scales` on this {self.kind} weight.")
-        dtypes = affine.SCALE_DTYPES if self.biases is not None else (torch.uint8, torch.float32, torch.int32, torch.int16)
+        if not self.is_expanded and self.packed.is_cuda:
+            raise FormatError(f"GPU kernels do not read {self.kind} weights; call `expand_scales`.")
+        dtypes = affine.SCALE_DTYPES if self.biases is not None else tuple({one.scales for one in UNBIASED.values()})
         for name in ("scales", "biases"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.dtype not in dtypes:
@@ -123,6 +126,11 @@ class QTensor:
         return grids.FORMATS.get(self.kind)
 
     @property
+    def is_expanded(self) -> bool:
+        """Return whether `expand_scales` has nothing to do: no super-blocks, and biases where GPU kernels need them."""
+        return self.super_block is None and self.kind != "q4_0"
+
+    @property
     def has_super_blocks(self) -> bool:
         return self.super_block is not None or self.grid is not None
 
@@ -147,8 +155,10 @@ class QTensor:
 
     @property
     def expanded_kind(self) -> str:
-        """The kind, of super-blocks after `expand_scales`."""
-        return self.kind if self.super_block is None else self.super_block.expanded
+        """The kind after `expand_scales`."""
+        if self.super_block is not None:
+            return self.super_block.expanded
+        return "affine" if self.kind == "q4_0" else self.kind
 
     @property
     def in_mlx(self) -> bool:
@@ -177,21 +187,26 @@ class QTensor:
         copy  moves an array to a device
         """
         device = torch.device(device)
-        if self.super_block is None or device.type != "cuda":
+        if self.is_expanded or device.type != "cuda":
             return self._map(lambda t: copy(t, device))
         # the device expands them: less is copied, and it is faster
         scales, biases = self._expanded(copy(self.scales, device))
         return replace(self, packed=copy(self.packed, device), scales=scales, biases=biases)
 
     def expand_scales(self) -> "QTensor":
-        """Return the weight with a float32 scale, and bias, per group in place of super-blocks."""
-        if self.super_block is None:
+        """Return the weight with a float32 scale, and bias, per group in place of super-blocks; Q4_0 with biases."""
+        if self.is_expanded:
             return self
         scales, biases = self._expanded(self.scales)
         return replace(self, scales=scales, biases=biases)
 
     def _expanded(self, words: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Expand the words of super-blocks, on their device."""
+        """Expand the words of super-blocks, on their device; or the scales of Q4_0, to biases in half precision if they fit."""
+        if self.super_block is None:
+            halves = words.view(torch.float16)
+            fits = words.is_meta or bool(torch.isfinite(halves * -levels.Q4_0_ZERO).all())
+            found = halves if fits else halves.float()
+            return found, found * -levels.Q4_0_ZERO
         # interleaved rows are transposed, so that the words of a row are adjacent
         by_rows = (lambda t: t) if self.lanes == 1 else lambda t: t.transpose(-1, -2).contiguous()
         scales, biases = super_blocks.expand_scales(by_rows(words), self.kind)

@@ -64,6 +64,10 @@ class Fields:
     def _value(self, key: str) -> Any:
         return self._found.get(key)
 
+    def is_null(self, key: str) -> bool:
+        """Return whether a key is there with null, where that means something else than a missing key."""
+        return key in self._found and self._found[key] is None
+
     def name_of(self, key: str) -> str:
         """Return the full name of a key in the file."""
         return key

@@ -42,8 +42,9 @@ def to_kernel_layout(
     expands   whether scales of super-blocks are expanded on a CPU
     """
     # a GPU expands what it gets
-    if isinstance(found, QTensor) and device.type != "cuda" and (in_order or backend != "cpu" or expands):
-        found = found.expand_scales()
+    if isinstance(found, QTensor) and device.type != "cuda":
+        by_choice = expands and found.super_block is not None
+        found = found.expand_scales() if in_order or backend != "cpu" or by_choice else found
     if isinstance(found, QTensor) and not found.in_mlx and in_order:
         # kernels for rows in order do not support all formats
         found = dense(found)

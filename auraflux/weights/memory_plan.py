@@ -171,6 +171,9 @@ def gpu_weight_bits(checkpoint: Checkpoint, name: str, ours: str, bits: int | No
     if "embed_tokens" in ours and label.upper() in NOT_IN_MLX:
         # rows are looked up, for which these formats have no kernel
         return 16
+    if label == "Q4_0":
+        # a bias for each scale
+        return per_weight + 0.5
     if (form := super_blocks.FORMATS.get(label.lower())) is not None:
         return form.bits + (64 if form.has_biases else 32) / form.group
     return per_weight

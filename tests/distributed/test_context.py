@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from auraflux.cache import Cache, CacheSettings
-from auraflux.cache.layer_shapes import AttentionShape, LatentShape
+from auraflux.cache.layer_shapes import AttentionShape, LatentShape, SparseLatentShape
 from auraflux.cache.page_pool import PagePool
 from auraflux.cache.page_shards import PageShard
 from auraflux.errors import CacheFull, SettingsError
@@ -187,3 +187,9 @@ def test_a_sequence_may_fill_the_cache():
     other = cache.open()
     with pytest.raises(CacheFull, match="1 new tokens need 1 pages of 64 tokens"):
         cache.batch([other]).extend([1])
+
+
+def test_sparse_latents_are_refused():
+    shapes, page_shard = [SparseLatentShape(32, 8, 16, 40)], PageShard(0, 2, lambda mine: [mine, mine])
+    with pytest.raises(SettingsError, match="sparse latent attention does not support context parallelism"):
+        Cache(shapes, CacheSettings("none"), context=640, tokens=640, page_shard=page_shard)

@@ -30,9 +30,8 @@ OTHERS = "Q8_0"
 LAYERS = re.compile(r"blk\.1\d\.")
 TOKENS = 192
 MOST_IN_MEMORY = 1.1  # of the file
-# scales of the first two have biases or are float32 in memory, and codes of TQ1_0 take 2 bits; NVFP4 keeps its scales where
-# 256 divides the width
-MORE_IN_MEMORY = {"Q4_0": 1.12, "IQ4_NL": 1.12, "NVFP4": 1.34, "TQ1_0": 1.34}
+# codes of TQ1_0 take 2 bits; NVFP4 keeps its scales where 256 divides the width
+MORE_IN_MEMORY = {"NVFP4": 1.34, "TQ1_0": 1.34}
 
 
 def quantizer() -> Any:

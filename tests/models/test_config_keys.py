@@ -15,6 +15,7 @@ SOURCE = Path(transformers.__file__).parent / "models"
 # training, initial weights, and what transformers returns besides logits
 NOT_INFERENCE = {
     "attention_dropout",
+    "emb_pdrop",
     "initializer_range",
     "input_jitter_noise",
     "output_attentions",
@@ -22,6 +23,7 @@ NOT_INFERENCE = {
     "output_router_logits",
     "pad_token_id",
     "rescale_prenorm_residual",
+    "resid_pdrop",
     "return_dict",
     "router_aux_loss_coef",
     "router_jitter_noise",
@@ -55,11 +57,14 @@ MLA = (
     "deepseek_v32",
     "glm_moe_dsa",
     "axk2",
+    "hy_v4",
     "kimi_linear",
     "bailing_hybrid",
 )
 OTHERWISE: dict[str, set[str]] = {
     **dict.fromkeys(MLA, LATENT),
+    # initial values
+    "hy_v4": LATENT | {"learnable_sink_init"},
     # time steps are not clamped, see docs/models.md
     "nemotron_h": {"time_step_min"},
     # sums are float32 here

@@ -21,10 +21,52 @@ from auraflux.scheduler.scheduler import Scheduler
 from auraflux.weights.formats.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights
 from tests.models.oracles import error, prefill, save, tokens, transformers_logits
+from tests.models.test_axk2 import axk2
+from tests.models.test_bailing_hybrid import bailing
+from tests.models.test_cohere2_moe import cohere
+from tests.models.test_dbrx import dbrx
+from tests.models.test_deepseek_v4 import deepseek as deepseek_v4
+from tests.models.test_ernie4_5_moe import ernie
+from tests.models.test_flex_olmo import flex_olmo
+from tests.models.test_granitemoe import granite, hybrid, swash
 from tests.models.test_graphs import ALL, MODELS, PROMPT, STEPS
+from tests.models.test_hunyuan_v1_moe import hunyuan
+from tests.models.test_kolibri1 import kolibri
+from tests.models.test_lfm2_moe import lfm2
+from tests.models.test_llama4_text import llama4
+from tests.models.test_longcat_flash import longcat
+from tests.models.test_mimo_v2_flash import mimo
+from tests.models.test_minimax import minimax
+from tests.models.test_minimax_m3_vl import minimax as minimax_m3
+from tests.models.test_phimoe import phimoe
+from tests.models.test_step3p7 import step
 
 pytestmark = pytest.mark.gpu
 DECODED = 10  # last tokens, in decode steps
+# families whose decode steps are not compared with graphs
+OTHERS: dict[str, Any] = {
+    "llama4": llama4,
+    "phimoe": lambda: phimoe(num_local_experts=2),
+    "flex_olmo": flex_olmo,
+    "bailing_hybrid": bailing,
+    "axk2": axk2,
+}
+OTHERS |= {
+    "minimax": minimax,
+    "granitemoe": granite,
+    "granitemoehybrid": hybrid,
+    "granitemoe_swa": swash,
+    "cohere2_moe": cohere,
+}
+OTHERS |= {
+    "deepseek_v4": lambda: deepseek_v4(num_experts_per_tok=7),
+    "ernie4_5_moe": ernie,
+    "hunyuan_v1_moe": hunyuan,
+    "kolibri1": kolibri,
+    "lfm2_moe": lfm2,
+}
+OTHERS |= {"longcat_flash": longcat, "mimo_v2_flash": mimo, "minimax_m3_vl": minimax_m3, "step3p7": step}
+OTHERS |= {"dbrx": lambda: dbrx(ffn={"moe_top_k": 7})}
 PAIRS = [f"k{key}v{value}" for key, value in product(BITS, BITS)]
 
 
@@ -58,10 +100,10 @@ def use_every_expert(config: Any) -> None:
         config.topk_group = config.n_group
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ALL | OTHERS)
 def test_gpu_logits_match_cpu(name: str, tmp_path: Path):
     torch.manual_seed(0)
-    source = ALL[name]()
+    source = (ALL | OTHERS)[name]()
     use_every_expert(source.config.get_text_config())
     folder, ids = save(source, tmp_path), tokens(source, 110)
     with use_backend("reference"):

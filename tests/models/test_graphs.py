@@ -20,6 +20,7 @@ from tests.models.test_gemma3_text import gemma
 from tests.models.test_gemma4_text import mixture, small_gemma4
 from tests.models.test_glm4_moe import glm, minimax
 from tests.models.test_gpt_oss import gpt_oss
+from tests.models.test_hy_v4 import hunyuan4
 from tests.models.test_kimi_linear import kimi_linear
 from tests.models.test_laguna import laguna
 from tests.models.test_llama import llama, qwen2
@@ -35,7 +36,7 @@ NEWER |= {"afmoe": afmoe, "laguna": laguna}
 NEWER |= {"kimi_linear": kimi_linear, "nemotron_h": nemotron_h}
 MODELS |= NEWER
 # on a GPU some of their ops fall back to the reference, so steps are not captured
-UNCAPTURED = {"deepseek_v32": deepseek_v32, "glm_moe_dsa": glm_shared}
+UNCAPTURED = {"deepseek_v32": deepseek_v32, "glm_moe_dsa": glm_shared, "hy_v4": hunyuan4}
 # rows are read from disk during a step; torch caps logits
 WITHOUT_GRAPHS = {"qwen4_exp": qwen4, "muse_glimmer": muse}
 ALL = MODELS | UNCAPTURED | WITHOUT_GRAPHS

@@ -130,8 +130,21 @@ def test_a_weight_of_several_chunks(kind: str, monkeypatch):
 
 
 def test_half_precision_scales_stay_half_precision():
-    for kind in ("Q4_0", "Q4_1", "Q5_0", "Q8_0"):
+    for kind in ("Q4_1", "Q5_0", "Q8_0", "IQ4_NL"):
         assert from_blocks(random_blocks(kind, 2), kind).scales.dtype is torch.float16
+
+
+@pytest.mark.parametrize("largest", [1.0, 65504.0])
+def test_q4_0_gets_biases_where_kernels_need_them(largest: float):
+    octets = random_blocks("Q4_0", 5)
+    octets.reshape(-1).view(LAYOUTS["Q4_0"].record)["scale"][3] = largest
+    found = from_blocks(octets, "Q4_0")
+    for each in (found, found.interleave(ISA.lanes)):
+        assert each.kind == "q4_0"
+        expanded = each.expand_scales()
+        assert expanded.kind == "affine"
+        assert expanded.scales.dtype is (torch.float16 if largest == 1 else torch.float32)
+        assert torch.equal(expanded.dequantize(torch.float32), decoded(octets, "Q4_0"))
 
 
 def test_a_bias_too_large_for_half_precision_widens_the_scales():

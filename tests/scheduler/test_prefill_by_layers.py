@@ -53,6 +53,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 @pytest.mark.parametrize("name", named("llama", "qwen3_moe", "qwen3_5_moe", "gpt_oss", "deepseek_v3", "gemma3"))
 def test_logits_equal_those_of_one_chunk_after_another(name: str, kv: str, steps: list[list[int]]):
     """Bit for bit, in windows, recurrent states and quantized caches, also of tokens that follow."""
+    if (name, kv) == ("qwen4_exp", CALIBRATED):
+        pytest.skip("block-sparse attention has no full-precision window")
     text = model_of(name)[2][:250]
     found = []
     for engine in (by_layers(name, kv).engine, scheduler_for(name, kv, chunk=CHUNK).engine):
@@ -69,8 +71,8 @@ def test_logits_equal_those_of_one_chunk_after_another(name: str, kv: str, steps
 def test_prompts_share_steps(name: str, steps: list[list[int]]):
     scheduler, prompts = by_layers(name), prompts_of(name)
     assert finish(scheduler, submit(scheduler, prompts)) == wanted(name, "k8v4", prompts)
-    assert steps
-    assert max(max(parts) for parts in steps) <= CHUNK
+    assert bool(steps) == scheduler.engine.model.supports_mixed_batch
+    assert all(max(parts) <= CHUNK for parts in steps)
     # their prefixes are found afterwards
     before = scheduler.counts.hit_tokens
     assert finish(scheduler, submit(scheduler, prompts)) == wanted(name, "k8v4", prompts)
@@ -95,8 +97,10 @@ def test_when_pages_run_out_nothing_is_lost(name: str, steps: list[list[int]]):
     # all prompts share their first steps, and two have room for their ends
     scheduler, prompts = by_layers(name, tokens=320, context=192), [prompt[:60] * 2 for prompt in prompts_of(name)]
     assert finish(scheduler, submit(scheduler, prompts)) == wanted(name, "k8v4", prompts)
-    assert scheduler.counts.preemptions > 0
-    assert steps
+    # where prompts share no steps, later ones may wait until there is room
+    by_layers_runs = scheduler.engine.model.supports_mixed_batch
+    assert scheduler.counts.preemptions > 0 or not by_layers_runs
+    assert bool(steps) == by_layers_runs
     assert nothing_leaks(scheduler)
 
 

@@ -230,7 +230,8 @@ class ContextParallelLatentLayer(LatentLayer):
     ) -> tuple[Tensor, Tensor]:
         return _rope_append(self, batch, q, kv, heads, nope, rotation, norm, eps)
 
-    def attend(self, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float) -> Tensor:
+    def attend(self, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+        assert sinks is None, "models whose latents have sinks have sparse attention, which is refused"
         out = _attend_latents(latent_partials, self, batch, q_latent, q_rope, scale)
         return out.to(q_latent.dtype)
 
@@ -252,7 +253,8 @@ class ContextParallelQuantizedLatentLayer(QuantizedLatentLayer):
     ) -> tuple[Tensor, Tensor]:
         return _rope_append(self, batch, q, kv, heads, nope, rotation, norm, eps)
 
-    def attend(self, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float) -> Tensor:
+    def attend(self, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+        assert sinks is None, "models whose latents have sinks have sparse attention, which is refused"
         out = _attend_latents(turboquant_latent_partials, self, batch, q_latent, q_rope, scale)
         return rotate(out, self.seed, inverse=True).to(q_latent.dtype)
 

@@ -41,16 +41,17 @@ class LatentLayer(Layer):
         rotating = rotation.frequencies, batch.positions, rotation.mscale, rotation.interleaved
         return rope_append_latent(q, kv, heads, nope, batch.view(self), batch.starts, norm, eps, *rotating)
 
-    def attend(self, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float) -> Tensor:
+    def attend(self, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
         """Attend from the batch's new tokens: [T, H, C], [T, H, R] -> [T, H, C]."""
-        return latent_attention(q_latent, q_rope, batch.view(self), batch.starts, scale)
+        return latent_attention(q_latent, q_rope, batch.view(self), batch.starts, scale, sinks)
 
     def attend_rows(
-        self, rows: Tensor, lengths: Tensor, starts: Tensor, q_latent: Tensor, q_rope: Tensor, scale: float
-    ) -> Tensor:
+        self, rows: Tensor, lengths: Tensor, starts: Tensor, q_latent: Tensor, q_rope: Tensor, scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attend from each token, as its own sequence, to the first `lengths` of its selected rows [T, K] of the pool."""
         latent, rope = (store.view(-1, 1, store.shape[-1]) for store in (self.latent, self.rope))
-        return latent_attention(q_latent, q_rope, LatentPages(latent, rope, rows, lengths), starts, scale)
+        return latent_attention(q_latent, q_rope, LatentPages(latent, rope, rows, lengths), starts, scale, sinks)
 
 
 class LatentRows(Layer):
@@ -120,14 +121,15 @@ class QuantizedLatentLayer(Layer):
         rotating = rotation.frequencies, batch.positions, rotation.mscale, rotation.interleaved
         return rope_append_latent_codes(q, kv, heads, nope, batch.view(self), batch.starts, norm, eps, *rotating)
 
-    def attend(self, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float) -> Tensor:
+    def attend(self, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
         """Attend from the batch's new tokens: [T, H, C], [T, H, R] -> [T, H, C]."""
-        return turboquant_latent_attention(q_latent, q_rope, batch.view(self), batch.starts, scale)
+        return turboquant_latent_attention(q_latent, q_rope, batch.view(self), batch.starts, scale, sinks)
 
     def attend_rows(
-        self, rows: Tensor, lengths: Tensor, starts: Tensor, q_latent: Tensor, q_rope: Tensor, scale: float
-    ) -> Tensor:
+        self, rows: Tensor, lengths: Tensor, starts: Tensor, q_latent: Tensor, q_rope: Tensor, scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attend from each token, as its own sequence, to the first `lengths` of its selected rows [T, K] of the pool."""
         codes, rope = (store.view(-1, 1, store.shape[-1]) for store in (self.codes, self.rope))
         pages = LatentCodes(codes, self.norms.view(-1, 1), rope, rows, lengths, self.bits, self.width, self.seed)
-        return turboquant_latent_attention(q_latent, q_rope, pages, starts, scale)
+        return turboquant_latent_attention(q_latent, q_rope, pages, starts, scale, sinks)

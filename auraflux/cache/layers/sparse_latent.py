@@ -93,11 +93,15 @@ class SparseLatentLayer(Layer):
         assert self.keys is not None
         return self.keys.select_tokens(batch, q, weights, self.top_k)
 
-    def attend(self, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float, selection: TokenSelection | None) -> Tensor:
+    def attend(
+        self, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float, selection: TokenSelection | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attend from the batch's new tokens to the selected positions, None for all: [T, H, C], [T, H, R] -> [T, H, C]."""
         if selection is None:
-            return self.latents.attend(batch, q_latent, q_rope, scale)
-        return self.latents.attend_rows(*selection, token_starts(len(q_latent), batch.index.device), q_latent, q_rope, scale)
+            return self.latents.attend(batch, q_latent, q_rope, scale, sinks)
+        starts = token_starts(len(q_latent), batch.index.device)
+        return self.latents.attend_rows(*selection, starts, q_latent, q_rope, scale, sinks)
 
 
 def token_starts(tokens: int, device: torch.device) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 from auraflux.ops._cases import Args, Case
 from auraflux.ops.activation.reference import (
     clamped_swiglu,
+    clip,
     gate_heads,
     geglu,
     limited_swiglu,
@@ -35,6 +36,10 @@ def limited(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 5.0)
     return {"gate": args["gate"], "up": args["up"] * scale, "limit": 10.0}
 
 
+def clipped(*shape: int, dtype: torch.dtype = torch.float32) -> Args:
+    return {"x": (torch.randn(shape) * 3).to(dtype), "limit": 2.5}
+
+
 def heads(tokens: int, heads: int, width: int, dtype: torch.dtype = torch.float32) -> Args:
     return {"x": torch.randn(tokens, heads * 2 * width).to(dtype), "heads": heads}
 
@@ -56,6 +61,10 @@ CASES = [
     Case(geglu, "odd-width", lambda: gate_up(3, 333)),
     Case(geglu, "far-out", lambda: gate_up(3, 100, scale=50.0)),
     Case(geglu, "bf16", lambda: gate_up(3, 63, dtype=BF16), tol=4e-3),
+    Case(clip, "one-token", lambda: clipped(1, 6144), bench=True),
+    Case(clip, "odd-width", lambda: clipped(7, 333)),
+    Case(clip, "none", lambda: clipped(0, 64)),
+    Case(clip, "bf16", lambda: clipped(3, 63, dtype=BF16), tol=4e-3),
     Case(clamped_swiglu, "one-token", lambda: clamped(4, 2880), bench=True),
     Case(clamped_swiglu, "many-tokens", lambda: clamped(40, 2880)),
     Case(clamped_swiglu, "odd-width", lambda: clamped(5, 333)),

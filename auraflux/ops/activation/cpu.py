@@ -66,6 +66,18 @@ def _clamp(x, least, most):
     return least if x < least else x
 
 
+@Kernel
+def _clip(args, job, jobs):
+    x, _, out = _part(args, job, jobs)
+    most = real(arguments(args, 5)[4])
+    for i in range(len(out)):
+        out[i] = _clamp(x[i], -most, most)
+
+
+def clip(x: Tensor, limit: float) -> Tensor:
+    return _elementwise(_clip, x, x, float(limit))
+
+
 @jit
 def _clamped(g, u, alpha, limit):
     g = _clamp(g, LOWEST, limit)

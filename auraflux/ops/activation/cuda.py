@@ -41,6 +41,9 @@ def _elements(a, b, out, n, width, gap, alpha, limit, KIND: tl.constexpr, BLOCK:
         result = gelu(x) * y
     elif KIND == "relu2":
         result = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) * x
+    elif KIND == "clip":
+        result = tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
+        result = tl.maximum(result, -limit, propagate_nan=tl.PropagateNan.ALL)
     elif KIND == "clamped":
         result = _clamped(x, y, alpha, limit)
     elif KIND == "limited":
@@ -65,6 +68,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
     return _run("geglu", gate, up)
+
+
+def clip(x: Tensor, limit: float) -> Tensor:
+    return _run("clip", x, x, limit=float(limit))
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:

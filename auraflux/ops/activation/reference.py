@@ -34,6 +34,23 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     return (gelu(gate.float(), approximate="tanh") * up.float()).to(gate.dtype)
 
 
+def _check_clip(x: Tensor, limit: float) -> None:
+    check_dense(x=x)
+    check_floating(x=x)
+    if not limit > 0:
+        raise InputError(f"limit is {limit}; a positive limit is needed.")
+
+
+@op(check=_check_clip)
+def clip(x: Tensor, limit: float) -> Tensor:
+    """Clamp values to -limit ... limit.
+
+    x       [...]
+    returns [...]  in x's dtype
+    """
+    return x.float().clamp(-limit, limit).to(x.dtype)
+
+
 def _check_clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> None:
     _check_pair(gate, up)
     if not limit > 0:

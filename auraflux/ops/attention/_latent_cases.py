@@ -113,6 +113,10 @@ def new_projections(
     }
 
 
+def with_sinks(args: Args) -> Args:
+    return {**args, "sinks": torch.randn(args["q_latent"].shape[1])}
+
+
 def strided_heads(args: Args, name: str) -> Args:
     """Make an argument's heads strided."""
     x = args[name]
@@ -150,6 +154,13 @@ LATENT_CASES = [
     ),
     Case(latent_attention, "prefill", lambda: latent_queries([200], [200], 16, 128, 64), flops=latent_flops),
     Case(latent_attention, "ragged", lambda: latent_queries(*RAGGED, 5, 63, 7, 7)),
+    Case(latent_attention, "sinks", lambda: with_sinks(latent_queries(*RAGGED, 5, 63, 7, 7))),
+    Case(
+        latent_attention,
+        "sinks-bf16",
+        lambda: with_sinks(latent_queries([130, 64], [1, 1], 8, 512, 64, 64, BF16)),
+        tol=4e-3,
+    ),
     Case(latent_attention, "bf16", lambda: latent_queries(*RAGGED, 4, 64, 16, dtype=BF16), tol=4e-3),
     Case(latent_attention, "few-heads-bf16", lambda: latent_queries([130, 64], [1, 1], 8, 512, 64, 64, BF16), tol=4e-3),
     Case(latent_attention, "many-heads-bf16", lambda: latent_queries([200, 3], [2, 1], 128, 512, 64, 128, BF16), tol=4e-3),

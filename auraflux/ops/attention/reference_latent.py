@@ -38,8 +38,19 @@ def append_latent(latent: Tensor, k_rope: Tensor, pages: LatentPages, starts: Te
         pages.rope[page, slot] = k_rope[start : start + new].to(pages.rope.dtype)
 
 
-def _check_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float) -> None:
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Check that queries [T, H, C] have a sink per head, or none."""
+    if sinks is not None:
+        check_dense(q=q, sinks=sinks)
+        check_shape("sinks", sinks, q.shape[1])
+        check_dtype("sinks", sinks, torch.float32)
+
+
+def _check_latent_attention(
+    q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float, sinks: Tensor | None = None
+) -> None:
     check_dense(q_latent=q_latent, q_rope=q_rope, pages=pages.latent, starts=starts)
+    check_sinks(sinks, q_latent)
     check_shape("q_latent", q_latent, None, None, pages.latent.shape[2])
     check_shape("q_rope", q_rope, *q_latent.shape[:2], pages.rope.shape[2])
     check_dtype("q_latent", q_latent, *DTYPES)
@@ -70,16 +81,27 @@ def latent_partials(
 
 
 @op(origins=("mla_sdpa_folded", "mla_sdpa_tile_accumulate", "mla_sdpa_tile_finalize"), check=_check_latent_attention)
-def latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float) -> Tensor:
+def latent_attention(
+    q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Attend with absorbed queries to the latents, at each query's position and before it.
 
     q_latent [T, H, C]  from `latent_query`
     q_rope   [T, H, R]
     starts   [B + 1]    int32
+    sinks    [H]        float32; unscaled logit of one more key whose value is 0
     returns  [T, H, C]  in q_latent's dtype, for `latent_output`
     """
-    o, _, l = latent_partials.reference(q_latent, q_rope, pages, starts, scale)  # noqa: E741
-    return mean(o.squeeze(1), l).view_as(q_latent).to(q_latent.dtype)
+    found = latent_partials.reference(q_latent, q_rope, pages, starts, scale)
+    return with_sinks(found, sinks).view_as(q_latent).to(q_latent.dtype)
+
+
+def with_sinks(partials: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None) -> Tensor:
+    """Divide partials of one block by their sums of weights, each with that of the head's sink: [T * H, C]."""
+    o, m, total = partials
+    if sinks is not None:
+        total = total + torch.exp(sinks.repeat(len(o) // len(sinks))[:, None] - m)
+    return mean(o.squeeze(1), total)
 
 
 def _check_latent_query(q_nope: Tensor, weight: Weight, rows: int) -> None:

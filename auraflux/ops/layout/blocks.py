@@ -94,7 +94,7 @@ def _centred(rows: Rows, codes: Vectors, power: int) -> Split:
 
 
 def _q4_0(rows: Rows) -> Split:
-    return _centred(rows, rows.nibbles(2, 4), 3)
+    return Split(rows.nibbles(2, 4), [rows.half(0)], [])
 
 
 def _q4_1(rows: Rows) -> Split:
@@ -124,7 +124,7 @@ def _mxfp4(rows: Rows) -> Split:
 
 
 def _iq4_nl(rows: Rows) -> Split:
-    return Split(rows.nibbles(2, 4), [_float_bits(rows, 0)], [])
+    return Split(rows.nibbles(2, 4), [rows.half(0)], [])
 
 
 def _float_bits(rows: Rows, start: int) -> ir.Value:

@@ -67,11 +67,11 @@ class BlockForm(NamedTuple):
             return found.words, 4
         if self.kind == "MXFP4":
             return 1, 1
-        return layout.size // layout.group, 4 if found is not None or self.kind == "IQ4_NL" else 2
+        return layout.size // layout.group, 2 if found is None else 4
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        if self.grid is not None:
+        if self.grid is not None or self.kind == "Q4_0":
             return torch.int16
         if self.scales[1] < 4:
             return SCALES[self.scales[1]]
@@ -83,7 +83,7 @@ class BlockForm(NamedTuple):
         found = super_blocks.FORMATS.get(self.kind.lower())
         if found is not None:
             return self.is_expanded and found.has_biases
-        return self.kind not in ("MXFP4", "IQ4_NL") and self.grid is None
+        return self.kind not in ("MXFP4", "IQ4_NL", "Q4_0") and self.grid is None
 
 
 @kernel(constants=1, outlined=True)

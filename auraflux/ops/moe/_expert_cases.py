@@ -204,6 +204,8 @@ EXPERT_CASES = [
             ("q6k", 6, {"group": 16, "kind": "centred"}),
             ("q3k", 3, {"group": 16, "kind": "centred"}),
             ("iq4", 4, {"group": 32, "kind": "iq4"}),
+            ("iq4_nl", 4, {"group": 32, "kind": "iq4_nl"}),
+            ("q4_0", 4, {"group": 32, "kind": "q4_0"}),
             ("fp8", 8, {"kind": "fp8"}),
         )
     ),

@@ -8,6 +8,8 @@ from auraflux.ops.streams.reference import (
     expand_streams,
     gate_streams,
     norm_streams,
+    read_streams,
+    start_streams,
     sum_streams,
     write_streams,
 )
@@ -21,6 +23,11 @@ def collapse(
     width = n * (n + 2)
     weights = {"mixes": torch.randn(tokens, width) * spread, "base": torch.randn(width), "scale": torch.rand(3) + 0.5}
     return {"x": torch.randn(tokens, n, hidden).to(dtype), **weights, "eps": 1e-6, "rounds": rounds}
+
+
+def read(tokens: int, n: int, hidden: int, dtype: torch.dtype = torch.float32) -> Args:
+    weights = {"mixes": torch.randn(tokens, 2 * n), "base": torch.randn(2 * n), "scale": torch.rand(2) + 0.5}
+    return {"x": torch.randn(tokens, n, hidden).to(dtype), **weights, "eps": 1e-2, "most": 1.7}
 
 
 def total(tokens: int, n: int, hidden: int, dtype: torch.dtype = torch.float32) -> Args:
@@ -47,6 +54,8 @@ def write(tokens: int, n: int, hidden: int, dtype: torch.dtype = torch.float32) 
 
 
 CASES = [
+    Case(start_streams, "one-token", lambda: {"x": torch.randn(1, 2816), "count": 4}, bench=True),
+    Case(start_streams, "odd-bf16", lambda: {"x": torch.randn(7, 333).to(BF16), "count": 3}),
     Case(collapse_streams, "one-token", lambda: collapse(1, 4, 4096), bench=True),
     Case(collapse_streams, "many-tokens", lambda: collapse(63, 4, 1024)),
     Case(collapse_streams, "odd", lambda: collapse(5, 3, 333)),
@@ -54,9 +63,15 @@ CASES = [
     Case(collapse_streams, "one-round", lambda: collapse(3, 4, 100, rounds=1)),
     Case(collapse_streams, "far-out", lambda: collapse(3, 4, 100, spread=100.0)),
     Case(collapse_streams, "bf16", lambda: collapse(3, 4, 63, dtype=BF16), tol=4e-3),
+    Case(read_streams, "one-token", lambda: read(1, 4, 2816), bench=True),
+    Case(read_streams, "many-tokens", lambda: read(63, 4, 1024)),
+    Case(read_streams, "odd", lambda: read(5, 3, 333)),
+    Case(read_streams, "bf16", lambda: read(3, 4, 63, BF16), tol=4e-3),
     Case(sum_streams, "one-token", lambda: total(1, 4, 4096), bench=True),
     Case(sum_streams, "odd", lambda: total(7, 3, 333)),
     Case(sum_streams, "bf16", lambda: total(3, 4, 63, BF16), tol=4e-3),
+    Case(expand_streams, "unmixed", lambda: {**expand(5, 3, 333), "mix": None}),
+    Case(expand_streams, "unmixed-bf16", lambda: {**expand(2, 4, 63, BF16), "mix": None}, tol=4e-3),
     Case(expand_streams, "one-token", lambda: expand(1, 4, 4096), bench=True),
     Case(expand_streams, "many-tokens", lambda: expand(63, 4, 1024)),
     Case(expand_streams, "odd", lambda: expand(5, 3, 333)),

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, jit, like, real, share, threads
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, jit, like, octets, real, share, threads
 from auraflux.ops.simd.math import exp, sigmoid
 
 PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
@@ -56,6 +56,22 @@ def _sum(x_at, weights, n, hidden, out_at):
 
 
 @Kernel
+def _start(args, job, jobs):
+    x_at, out_at, rows, n, nbytes = arguments(args, 5)
+    for row in share(rows, job, jobs):
+        x, out = octets(x_at + row // n * nbytes, nbytes), octets(out_at + row * nbytes, nbytes)
+        for i in range(nbytes):
+            out[i] = x[i]
+
+
+def start_streams(x: Tensor, count: int) -> Tensor:
+    tokens, hidden = x.shape
+    out = x.new_empty(tokens, count, hidden)
+    _start(_jobs(out), x.data_ptr(), out.data_ptr(), tokens * count, count, hidden * x.itemsize)
+    return out
+
+
+@Kernel
 def _collapse(args, job, jobs):
     x, mixes_at, base_at, scale_at, out, write_at, mix_at, tokens, n, hidden, rounds, smallest = arguments(args, 12)
     width, eps = n * (n + 2), np.float32(real(smallest))
@@ -91,6 +107,27 @@ def collapse_streams(
 
 
 @Kernel
+def _read(args, job, jobs):
+    x, mixes_at, base_at, scale_at, out, write_at, tokens, n, hidden, smallest, largest = arguments(args, 11)
+    eps, most = np.float32(real(smallest)), np.float32(real(largest))
+    base, scale, read = floats(base_at, 2 * n), floats(scale_at, 2), np.empty(n, np.float32)
+    for token in share(tokens, job, jobs):
+        mixes, write = floats(mixes_at + 8 * token * n, 2 * n), floats(write_at + 4 * token * n, n)
+        for j in range(n):
+            read[j] = sigmoid(mixes[j] * scale[0] + base[j]) + eps
+            write[j] = most * sigmoid(mixes[n + j] * scale[1] + base[n + j]) + eps
+        _sum(x + 4 * token * n * hidden, read, n, hidden, out + 4 * token * hidden)
+
+
+def read_streams(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, eps: float, most: float) -> tuple[Tensor, Tensor]:
+    wide, (tokens, n, hidden) = as_float(x), x.shape
+    out, write = torch.empty(tokens, hidden), torch.empty(tokens, n)
+    given = (each.data_ptr() for each in (wide, mixes, base, scale, out, write))
+    _read(_jobs(x), *given, tokens, n, hidden, float(eps), float(most))
+    return like(out, x), write
+
+
+@Kernel
 def _sums(args, job, jobs):
     x, mixes_at, base_at, scale_at, out, tokens, n, hidden, smallest = arguments(args, 9)
     base, scale, read = floats(base_at, n), floats(scale_at, 1), np.empty(n, np.float32)
@@ -114,8 +151,14 @@ def _expand(args, job, jobs):
     x_at, found_at, write_at, mix_at, out_at, tokens, n, hidden = arguments(args, 8)
     for part in share(tokens * n, job, jobs):
         token, k = part // n, part % n
-        mix, weight = floats(mix_at + 4 * token * n * n, n * n), floats(write_at, tokens * n)[part]
+        weight = floats(write_at, tokens * n)[part]
         found, out = floats(found_at + 4 * token * hidden, hidden), floats(out_at + 4 * part * hidden, hidden)
+        if not mix_at:
+            x = floats(x_at + 4 * part * hidden, hidden)
+            for i in range(hidden):
+                out[i] = weight * found[i] + x[i]
+            continue
+        mix = floats(mix_at + 4 * token * n * n, n * n)
         for i in range(hidden):
             out[i] = weight * found[i]
         for j in range(n):
@@ -124,11 +167,11 @@ def _expand(args, job, jobs):
                 out[i] += factor * x[i]
 
 
-def expand_streams(x: Tensor, found: Tensor, write: Tensor, mix: Tensor) -> Tensor:
+def expand_streams(x: Tensor, found: Tensor, write: Tensor, mix: Tensor | None = None) -> Tensor:
     wide, added, (tokens, n, hidden) = as_float(x), as_float(found), x.shape
     out = torch.empty_like(wide)
-    given = (each.data_ptr() for each in (wide, added, write, mix, out))
-    _expand(_jobs(x), *given, tokens, n, hidden)
+    mixing = 0 if mix is None else mix.data_ptr()
+    _expand(_jobs(x), wide.data_ptr(), added.data_ptr(), write.data_ptr(), mixing, out.data_ptr(), tokens, n, hidden)
     return like(out, x)
 
 

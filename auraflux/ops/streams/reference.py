@@ -4,7 +4,7 @@ The input of a sublayer is a weighted sum of the streams. Its output is added to
 the streams were mixed by a doubly stochastic matrix, so that repeated mixing does not grow. All weights come from `mixes`,
 products of the streams with a learned matrix.
 
-Qwen4 normalises each stream, takes the mean of the streams gated by channel, and does not mix.
+Hunyuan 4's streams do not mix. Qwen4 normalises each stream, takes the mean of the streams gated by channel, and does not mix.
 """
 
 import torch
@@ -25,6 +25,24 @@ def _check_mixes(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, width: i
     check_shape("mixes", mixes, x.shape[0], width)
     check_shape("base", base, width)
     check_shape("scale", scale, scales)
+
+
+def _check_start(x: Tensor, count: int) -> None:
+    check_dense(x=x)
+    check_floating(x=x)
+    check_shape("x", x, None, None)
+    if count < 1:
+        raise InputError(f"count is {count}; at least one stream is needed.")
+
+
+@op(check=_check_start)
+def start_streams(x: Tensor, count: int) -> Tensor:
+    """Start `count` streams of each token, all with the same values.
+
+    x        [T, H]
+    returns  [T, N, H]  in x's dtype
+    """
+    return x[:, None].repeat(1, count, 1)
 
 
 def _check_collapse(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, eps: float, rounds: int) -> None:
@@ -58,6 +76,27 @@ def collapse_streams(
     return _weighted(x, read.sigmoid() + eps), 2 * write.sigmoid(), mix
 
 
+def _check_read(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, eps: float, most: float) -> None:
+    check_shape("x", x, None, None, None)
+    _check_mixes(x, mixes, base, scale, 2 * x.shape[1], 2)
+
+
+@op(check=_check_read)
+def read_streams(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, eps: float, most: float) -> tuple[Tensor, Tensor]:
+    """Sum the streams of each token with its own weights, and return the weights for writing to streams that do not mix.
+
+    x        [T, N, H]
+    mixes    [T, N + N]  float32: for reading, and for writing
+    base     [N + N]     float32, added to the mixes times scale [2], one for each of the two
+    eps      added to weights
+    most     the largest weight for writing, less eps
+    returns  the sum [T, H] in x's dtype, and float32 weights for writing [T, N]
+    """
+    n = x.shape[1]
+    read, write = (mixes.unflatten(1, (2, n)) * scale[:, None] + base.view(2, n)).sigmoid().unbind(1)
+    return _weighted(x, read + eps), most * write + eps
+
+
 def _check_sum(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, eps: float) -> None:
     check_shape("x", x, None, None, None)
     _check_mixes(x, mixes, base, scale, x.shape[1], 1)
@@ -80,29 +119,30 @@ def _weighted(x: Tensor, weights: Tensor) -> Tensor:
     return (weights[..., None] * x.float()).sum(1).to(x.dtype)
 
 
-def _check_expand(x: Tensor, found: Tensor, write: Tensor, mix: Tensor) -> None:
+def _check_expand(x: Tensor, found: Tensor, write: Tensor, mix: Tensor | None = None) -> None:
     check_dense(x=x, found=found, write=write, mix=mix)
     check_floating(x=x, found=found)
     check_shape("x", x, None, None, None)
     tokens, n, hidden = x.shape
     check_shape("found", found, tokens, hidden)
     check_shape("write", write, tokens, n)
-    check_shape("mix", mix, tokens, n, n)
     check_dtype("write", write, torch.float32)
-    check_dtype("mix", mix, torch.float32)
+    if mix is not None:
+        check_shape("mix", mix, tokens, n, n)
+        check_dtype("mix", mix, torch.float32)
 
 
 @op(check=_check_expand)
-def expand_streams(x: Tensor, found: Tensor, write: Tensor, mix: Tensor) -> Tensor:
+def expand_streams(x: Tensor, found: Tensor, write: Tensor, mix: Tensor | None = None) -> Tensor:
     """Mix the streams of each token, and add a sublayer's output to all of them.
 
     x        [T, N, H]
     found    [T, H]
     write    [T, N]     float32
-    mix      [T, N, N]  float32; stream j goes to stream k by mix[j, k]
+    mix      [T, N, N]  float32; stream j goes to stream k by mix[j, k]; None where streams do not mix
     returns  [T, N, H]  in x's dtype
     """
-    mixed = torch.einsum("tjk,tjh->tkh", mix, x.float())
+    mixed = x.float() if mix is None else torch.einsum("tjk,tjh->tkh", mix, x.float())
     return (write[..., None] * found.float()[:, None] + mixed).to(x.dtype)
 
 

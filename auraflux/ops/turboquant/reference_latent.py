@@ -7,8 +7,8 @@ from torch import Tensor
 
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
 from auraflux.ops.attention.pages import DTYPES, check_starts
-from auraflux.ops.attention.reference_latent import check_rope_append_latent, split_latent
-from auraflux.ops.attention.softmax import mean, weigh
+from auraflux.ops.attention.reference_latent import check_rope_append_latent, check_sinks, split_latent, with_sinks
+from auraflux.ops.attention.softmax import weigh
 from auraflux.ops.norm.reference import rms_norm
 from auraflux.ops.rope.reference import rope
 from auraflux.ops.turboquant.codebook import codebook
@@ -82,8 +82,9 @@ def rope_append_latent_codes(
 
 
 def _check_turboquant_latent_attention(
-    q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float
+    q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float, sinks: Tensor | None = None
 ) -> None:
+    check_sinks(sinks, q_latent)
     check_dense(q_latent=q_latent, q_rope=q_rope, starts=starts, pages=pages.table)
     check_dtype("q_latent", q_latent, *DTYPES)
     check_dtype("q_rope", q_rope, *DTYPES)
@@ -124,16 +125,19 @@ def turboquant_latent_partials(
 
 
 @op(check=_check_turboquant_latent_attention)
-def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
+def turboquant_latent_attention(
+    q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Attend with absorbed queries to quantized latents, at each query's position and before it.
 
     q_latent [T, H, C]  not rotated; from `latent_query`
     q_rope   [T, H, R]
     starts   [B + 1]    int32
+    sinks    [H]        float32; unscaled logit of one more key whose value is 0
     returns  [T, H, C]  in q_latent's dtype, for `latent_output`
     """
-    o, _, l = turboquant_latent_partials.reference(q_latent, q_rope, pages, starts, scale)  # noqa: E741
-    out = mean(o.squeeze(1), l).view_as(q_latent)
+    found = turboquant_latent_partials.reference(q_latent, q_rope, pages, starts, scale)
+    out = with_sinks(found, sinks).view_as(q_latent)
     return rotate.reference(out, pages.seed, inverse=True).to(q_latent.dtype)
 
 

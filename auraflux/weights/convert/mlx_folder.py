@@ -167,7 +167,7 @@ class FolderWriter(Weights):
         # embeddings with more bits than the rest were left so on purpose
         if found.bits <= self.bits or EMBEDDINGS.search(name):
             return found
-        dtype = found.scales.dtype if found.super_block is None else torch.float32
+        dtype = found.scales.dtype if found.is_expanded else found.expand_scales().scales.dtype
         return quantize_large(dense(found).to(dtype), self.bits, self.group)
 
     def to_kernel_layout(self, found: Stored, in_order: bool = False) -> Stored:

@@ -131,6 +131,8 @@ class _CheckpointExperts:
             return _stacked(weights, stacks, *sizes, gated)
         if not gated and weights.has(f"{prefix}.up_proj"):
             return _fused_ungated(weights, prefix, *sizes)
+        if gated and weights.has(f"{prefix}.w1"):
+            return _in_rows(weights, prefix, *sizes)
         if not weights.has(f"{prefix}.gate_up_proj"):
             return _per_expert(weights, prefix, self.hidden, self.inner, gated)
         if _like_gpt_oss(self.activation):
@@ -281,6 +283,17 @@ def _fused_ungated(weights: Weights, prefix: str, count: int, hidden: int, inner
         return ExpertSource(lambda e: weights.stack_entry(name, e, count, rows, width), lambda e: weights.release(name))
 
     return _projections(source, hidden, inner, gated=False)
+
+
+def _in_rows(weights: Weights, prefix: str, count: int, hidden: int, inner: int) -> dict[str, ExpertSource]:
+    """Return sources in DBRX's layout: the rows of all experts in one matrix, of down transposed ones."""
+
+    def source(name: str, transposed: bool = False) -> ExpertSource:
+        rows = dense(weights.stored(f"{prefix}.{name}", count * inner, hidden)).unflatten(0, (count, inner))
+        stack = rows.transpose(1, 2) if transposed else rows
+        return ExpertSource(lambda e: stack[e], lambda e: weights.release(f"{prefix}.{name}"))
+
+    return {"gate": source("w1"), "up": source("v1"), "down": source("w2", transposed=True)}
 
 
 def _fused(weights: Weights, prefix: str, count: int, hidden: int, inner: int) -> dict[str, ExpertSource]:

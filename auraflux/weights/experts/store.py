@@ -122,7 +122,7 @@ def check_packed_layout(files: ExpertFiles, device: torch.device) -> None:
             f"{files.folder} was packed with {files.lanes} interleaved rows; this machine needs "
             f"{' or '.join(map(str, sorted(wanted)))}. Pack the model again on this machine."
         )
-    kinds = {matrix.kind for file in files.files for matrix in file.like.values() if matrix.super_block is not None}
+    kinds = {matrix.kind for file in files.files for matrix in file.like.values() if not matrix.is_expanded}
     if kinds and device.type == "cuda":
         raise FormatError(
             f"{files.folder} holds experts in super-blocks ({', '.join(sorted(kinds))}), which GPU kernels do not "

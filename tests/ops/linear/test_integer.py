@@ -23,7 +23,8 @@ from tests.ops.gpu.test_cuda import _sound_interpreter  # noqa: F401
 F16, F32 = torch.float16, torch.float32
 # bits, group, kind, dtype of scales
 FORMATS = [
-    (3, 16, "centred", F32), (6, 16, "centred", F32), (4, 32, "iq4", F32), (4, 16, "nvfp4", F32), (2, 16, "affine", F32),
+    (3, 16, "centred", F32), (6, 16, "centred", F32), (4, 32, "iq4", F32), (4, 32, "iq4_nl", F32), (4, 16, "nvfp4", F32),
+    (2, 16, "affine", F32),
     (4, 32, "affine", F32), (5, 32, "affine", F32), (8, 32, "affine", F16), (2, 128, "affine", F16), (3, 64, "affine", F16),
     (6, 64, "affine", F32), (4, 128, "affine", F16),
 ]  # fmt: skip

@@ -32,7 +32,7 @@ if EMULATED:
 FORMATS = some(
     [
         (4, 64, "affine"), (8, 64, "affine"), (4, 32, "affine"), (3, 128, "affine"), (6, 32, "affine"), (8, 128, "affine"),
-        (4, 32, "mxfp4"), (4, 32, "iq4"),
+        (4, 32, "mxfp4"), (4, 32, "iq4"), (4, 32, "iq4_nl"),
     ],
     {(4, 64, "affine"), (8, 128, "affine"), (4, 32, "mxfp4")},
 )  # fmt: skip

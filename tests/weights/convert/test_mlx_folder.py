@@ -127,12 +127,14 @@ def test_shards_and_index(source: Path, tmp_path, monkeypatch):
     assert close(mlx_logits(target), whole, 1e-4)
 
 
-def test_gguf_codes_are_unchanged(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", llama_tensors(), "Q4_1")
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_gguf_codes_are_unchanged(kind: str, tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", llama_tensors(), kind)
     target = run(path, tmp_path / "mlx", bits=4, group=64)
     config = json.loads((target / "config.json").read_text())
     assert config["quantization"] == {"group_size": 32, "bits": 4, "mode": "affine"}
-    assert torch.equal(scores(target), scores(path))
+    # Q4_0 has no biases before it is converted: sums round otherwise
+    assert torch.equal(scores(target), scores(path)) if kind == "Q4_1" else close(scores(target), scores(path), 1e-5)
     assert close(mlx_logits(target), scores(path), 1e-4)
 
 

@@ -129,10 +129,13 @@ def attention_partials(
     return o.view(rows, 1, width), m, l
 
 
-def latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float) -> Tensor:
+def latent_attention(
+    q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     pools, widths = (pages.latent, pages.rope), (q_latent.shape[2], pages.rope.shape[2])
     launches = [panels(q_latent.shape[0], widths, joined=q_rope.shape[2] > 0)]
-    return like(_attend(launches, as_float(q_latent), as_float(q_rope), pools, pages, starts, scale), q_latent)
+    q = as_float(q_latent), as_float(q_rope)
+    return like(_attend(launches, *q, pools, pages, starts, scale, sinks=sinks), q_latent)
 
 
 def latent_partials(

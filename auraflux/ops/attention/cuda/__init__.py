@@ -66,9 +66,11 @@ def attention_partials(
     return out
 
 
-def latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float) -> Tensor:
+def latent_attention(
+    q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     out = torch.empty_like(q_latent)
-    LATENT(AttendLatent(q_latent, q_rope, pages, starts, scale, out))
+    LATENT(AttendLatent(q_latent, q_rope, pages, starts, scale, out, sinks))
     return out
 
 

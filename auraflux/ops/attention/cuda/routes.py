@@ -60,6 +60,7 @@ class AttendLatent(NamedTuple):
     starts: Tensor
     scale: float
     out: Tensor
+    sinks: Tensor | None = None
 
 
 class HeadProducts(NamedTuple):
@@ -139,6 +140,8 @@ def _not_latents(call: AttendLatent) -> str | None:
     """Return why tokens and latents do not fit the kernels of few tokens."""
     if not call.out.numel():
         return EMPTY
+    if call.sinks is not None:
+        return "attention sinks"
     tensors = call.q_latent, call.q_rope, call.pages.latent, call.pages.rope
     if any(x.dtype is not BF16 for x in tensors):
         return "not all in bf16"
@@ -217,20 +220,20 @@ def _flash(call: Attend) -> None:
 
 
 def _mla_columns(call: AttendLatent) -> None:
-    mla_columns.attend_columns(*call)
+    mla_columns.attend_columns(*call[:-1])
 
 
 def _mla_rows(call: AttendLatent) -> None:
-    mla_rows.attend_rows(*call)
+    mla_rows.attend_rows(*call[:-1])
 
 
 def _latents_mma(call: AttendLatent) -> None:
-    latents_mma.attend_latents(*call)
+    latents_mma.attend_latents(*call[:-1])
 
 
 def _flash_latent(call: AttendLatent) -> None:
-    q_latent, q_rope, pages, starts, scale, out = call
-    flash_paged.attend(q_latent, q_rope, (pages.latent, pages.rope), pages, starts, scale, out)
+    q_latent, q_rope, pages, starts, scale, out, sinks = call
+    flash_paged.attend(q_latent, q_rope, (pages.latent, pages.rope), pages, starts, scale, out, sinks=sinks)
 
 
 def _codes(call: HeadProducts) -> None:

@@ -153,9 +153,14 @@ def operands(weight: QTensor) -> Codes:
         return Codes(weight.packed, weight.scales, weight.biases)
     if weight.grid is not None:
         return Codes(weight.packed, weight.scales, grids.table(weight.kind, weight.device))
-    return Codes(weight.packed, weight.scales, _table("iq4", weight.device) if weight.kind == "iq4" else weight.scales)
+    return Codes(weight.packed, weight.scales, _table("iq4", weight.device) if form_of(weight) == "iq4" else weight.scales)
 
 
 def constants(weight: QTensor) -> dict[str, int | str]:
     """Return the constants that identify a format to kernels."""
-    return {"BITS": weight.bits, "GROUP": weight.group, "FORM": weight.kind}
+    return {"BITS": weight.bits, "GROUP": weight.group, "FORM": form_of(weight)}
+
+
+def form_of(weight: QTensor) -> str:
+    """Return what kernels call the weight's kind: they load scales of any dtype."""
+    return "iq4" if weight.kind == "iq4_nl" else weight.kind

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from auraflux.ops.gpu.blocks.codes import bias_value, centre_of, half_value, scale_value, shift_of
+from auraflux.ops.gpu.blocks.codes import bias_value, centre_of, form_of, half_value, scale_value, shift_of
 from auraflux.ops.gpu.blocks.dependent_launch import gdc_launch_dependents, gdc_wait
 from auraflux.ops.gpu.blocks.grids import grid_scale, grid_values, grid_words, is_grid
 from auraflux.ops.gpu.device import INTERPRETED, launches_early, multiprocessors
@@ -301,7 +301,7 @@ def row_sums(
 def program_shape(rows: int, weight: QTensor, device: torch.device) -> dict[str, int | bool]:
     """Choose units, rows and warps per program: fewer rows where the GPU would not be filled."""
     width, many = weight.shape[-1], rows >= MANY_ROWS
-    block, warps = SHAPES.get((weight.kind, weight.bits), DEFAULT_SHAPE)[many]
+    block, warps = SHAPES.get((form_of(weight), weight.bits), DEFAULT_SHAPE)[many]
     warps = min(warps, power_of_two(cdiv(width, 32 * UNIT)))
     block = max(1, min(block, power_of_two(rows // (LEAST_PROGRAMS * multiprocessors(device)) or 1)))
     even = width % (32 * warps * UNIT) == 0

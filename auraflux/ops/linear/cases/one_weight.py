@@ -92,6 +92,8 @@ BLOCKS: list[tuple[str, int, dict[str, Any]]] = [
     ("q3k", 3, {"group": 16, "kind": "centred"}),
     ("q2k", 2, {"group": 16, "scales": F32}),
     ("iq4", 4, {"group": 32, "kind": "iq4"}),
+    ("iq4_nl", 4, {"group": 32, "kind": "iq4_nl"}),
+    ("q4_0", 4, {"group": 32, "kind": "q4_0"}),
     ("nvfp4", 4, {"group": 16, "kind": "nvfp4"}),
 ]
 # and others whose scales are not bf16: on Hopper the bits select the kernel for one bf16 token
@@ -115,6 +117,7 @@ TIMED: dict[str, tuple[int, int, torch.dtype, bool]] = {
     "q2k": (2, 16, F32, True),
     "tq": (2, 128, F16, True),
     "iq4": (4, 32, F32, False),
+    "iq4_nl": (4, 32, F16, False),
     "nvfp4": (4, 16, F32, False),
     "mxfp4": (4, 32, torch.uint8, False),
     "fp8": (8, 128, F32, False),

@@ -32,13 +32,14 @@ from auraflux.quant.super_blocks import SIZE, ZERO, SuperBlock
 PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
 
 BF16, F16, F32, E8M0, NIBBLES, BYTES, STEPS, FP8 = range(8)
-SCALES = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32, torch.uint8: E8M0}
+SCALES = {torch.bfloat16: BF16, torch.float16: F16, torch.int16: F16, torch.float32: F32, torch.uint8: E8M0}
 # value of a code before its group's scale
 LEVELS = {
     **{("affine", bits): torch.arange(2.0**bits) for bits in affine.BITS},
     ("mxfp4", mxfp4.BITS): mxfp4.levels(),
     ("fp8", 8): torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
     **{("centred", bits): levels.levels("centred", bits) for bits in levels.CENTRED_BITS},
+    ("q4_0", 4): levels.levels("q4_0", 4),
     **{(kind, 4): found for kind, found in levels.FOUR_BITS.items()},
 }
 RAISED = np.float32(2.0**112)

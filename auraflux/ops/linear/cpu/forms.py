@@ -18,8 +18,9 @@ class Form(NamedTuple):
 
     activation_bits  8 or 16 for the byte dot product (e4m3: 8 for half precision), 32 for float32
     bits, group  of the codes
-    kind   dtype of scales: bf16, f16, f32, or e8m0 (MXFP4 exponents, no biases); without biases and with scales in f32:
-           e4m3 (FP8 codes), centred, iq4 and nvfp4 (see `quant/levels.py`), and the grids (`quant/grids.py`)
+    kind   dtype of scales: bf16, f16, f32, or e8m0 (MXFP4 exponents, no biases); without biases and with scales in f32
+           (f16: iq4_nl, q4_0): e4m3 (FP8 codes), centred, q4_0, iq4, iq4_nl and nvfp4 (see `quant/levels.py`), and the
+           grids (`quant/grids.py`)
     words  of a super-block, which has f32 scales and biases in another form (see `quant/super_blocks.py`); halves of a grid's;
            0 without them
     """
@@ -69,7 +70,7 @@ class Form(NamedTuple):
 
     @property
     def scale_nbytes(self) -> int:
-        return {"bf16": 2, "f16": 2, "e8m0": 1}.get(self.kind, 4 if self.grid is None else 2)
+        return {"bf16": 2, "f16": 2, "iq4_nl": 2, "q4_0": 2, "e8m0": 1}.get(self.kind, 4 if self.grid is None else 2)
 
     @property
     def has_biases(self) -> bool:
@@ -143,7 +144,7 @@ class Form(NamedTuple):
         if self.kind in LEVELS:
             found = 0 if self.signed else -min(LEVELS[self.kind])
         else:
-            found = 2 ** (self.bits - 1) if self.kind == "centred" else 0
+            found = 2 ** (self.bits - 1) if self.kind in ("centred", "q4_0") else 0
         return found - 128 if self.digits and self.value_bits == 8 and ISA.signed_codes else found
 
     @property
@@ -174,7 +175,7 @@ FLOATS, INTS, BYTES = ISA.floats, ISA.ints, ISA.bytes
 
 # twice the MXFP4 levels: integers
 TWICE = tuple(sign * v for sign in (1, -1) for v in (0, 1, 2, 3, 4, 6, 8, 12))
-LEVELS = {"e8m0": TWICE, "nvfp4": TWICE, "iq4": IQ4}
+LEVELS = {"e8m0": TWICE, "nvfp4": TWICE, "iq4": IQ4, "iq4_nl": IQ4}
 # exponent of a group's largest activation where e4m3 is divided by 2**120: products stay far from float32's limits
 MIDDLE = 60
 # the same for half-precision activations and e4m3 / 256: 64 products of a group's 128 stay below 65504, and values as small

@@ -194,6 +194,8 @@ def _times(b: ir.IRBuilder, value: ir.Value, factor: float) -> ir.Value:
 
 
 def _scale(b: ir.IRBuilder, form: Form, scales: ir.Value, group: ir.Value) -> ir.Value:
+    if form.kind in ("iq4_nl", "q4_0"):
+        return _widen(b, "f16", scales, b.mul(group, at(2 * BLOCK)))
     if form.kind != "e8m0":
         return load(b, scales, b.mul(group, at(4 * BLOCK)), FLOATS)
     found = ISA.powers(b, scales, b.mul(group, at(BLOCK)))

@@ -15,6 +15,7 @@ from auraflux.ops.turboquant.cases.latent_inputs import (
     attend_latent_nbytes,
     narrow_latent,
     rope_appended_latent,
+    with_sinks,
 )
 from auraflux.ops.turboquant.codebook import BITS
 from auraflux.ops.turboquant.reference import (
@@ -66,6 +67,12 @@ LATENT_CASES = [
     Case(turboquant_latent_partials, "b4", lambda: attend_latent([37, 100], [1, 3], 5, 64, 8, bits=4), bench=True),
     Case(turboquant_latent_partials, "ragged", lambda: attend_latent([20, 1, 0, 9, 200], [3, 1, 0, 0, 99], 3, 64, 1, page=7)),
     Case(turboquant_latent_attention, "ragged", lambda: attend_latent([20, 1, 0, 9, 200], [3, 1, 0, 0, 99], 3, 64, 1, page=7)),
+    Case(
+        turboquant_latent_attention,
+        "sinks",
+        lambda: with_sinks(attend_latent([20, 1, 0, 9, 200], [3, 1, 0, 0, 99], 3, 64, 1, page=7)),
+    ),
+    Case(turboquant_latent_attention, "16-bits-sinks", lambda: with_sinks(narrow_latent(16, 8, [333], [1])), tol=4e-3),
     Case(turboquant_latent_attention, "bf16", lambda: attend_latent([50], [3], 8, 128, 16, dtype=BF16), tol=4e-3),
     Case(turboquant_latent_attention, "bf16-cache", lambda: attend_latent([50], [3], 8, 128, 16, cache=BF16)),
     Case(

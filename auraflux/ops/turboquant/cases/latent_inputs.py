@@ -142,3 +142,7 @@ def attend_latent_nbytes(args: Args) -> int:
 def attend_latent_flops(args: Args) -> int:
     _, heads, width = args["q_latent"].shape
     return 2 * causal_pairs(args) * heads * (2 * width + args["q_rope"].shape[2])
+
+
+def with_sinks(args: Args) -> Args:
+    return {**args, "sinks": torch.randn(args["q_latent"].shape[1])}

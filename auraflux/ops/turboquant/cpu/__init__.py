@@ -126,8 +126,11 @@ def rope_append_latent_codes(
     return q_nope, rope(q_rope, *turning)
 
 
-def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
-    return like(rotate(_attend_latents(q_latent, q_rope, pages, starts, scale), pages.seed, inverse=True), q_latent)
+def turboquant_latent_attention(
+    q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    found = _attend_latents(q_latent, q_rope, pages, starts, scale, sinks)
+    return like(rotate(found, pages.seed, inverse=True), q_latent)
 
 
 def turboquant_latent_partials(
@@ -135,13 +138,14 @@ def turboquant_latent_partials(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = q_latent.shape[0] * q_latent.shape[1]
     m, l = torch.empty(rows, 1), torch.empty(rows, 1)  # noqa: E741
-    o = _attend_latents(q_latent, q_rope, pages, starts, scale, (m.data_ptr(), l.data_ptr()))
+    o = _attend_latents(q_latent, q_rope, pages, starts, scale, ends=(m.data_ptr(), l.data_ptr()))
     return o.view(rows, 1, -1), m, l
 
 
 def _attend_latents(
-    q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float, ends: tuple[int, int] = (0, 0)
-) -> Tensor:
+    q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float,
+    logits: Tensor | None = None, ends: tuple[int, int] = (0, 0),
+) -> Tensor:  # fmt: skip
     """Attend in the rotated space; with `ends`, write highest scores and sums of weights there and divide nothing."""
     (tokens, heads, width), rope = q_latent.shape, q_rope.shape[2]
     pairs, (sinks, recent) = count_pairs(pages, starts, tokens, None), full_precision_of(pages)
@@ -153,7 +157,7 @@ def _attend_latents(
         *(pages.codes.data_ptr(), pages.rope.data_ptr(), width, rope, 1, number_of(pages.rope.dtype)),
         *index_of(pages, starts),
         reach=NO_WINDOW,
-        sinks=0,
+        sinks=0 if logits is None else logits.data_ptr(),
         out=out.data_ptr(),
         peaks=ends[0],
         totals=ends[1],

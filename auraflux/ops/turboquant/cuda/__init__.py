@@ -145,10 +145,12 @@ def turboquant_attention(
     return ATTEND(Attend(q, pages, starts, scale, window, sinks, softcap))
 
 
-def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
+def turboquant_latent_attention(
+    q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     _check(q_latent, pages.width)
     _check_size(pages.width, pages.book)
-    return ATTEND_LATENT(AttendLatent(q_latent, q_rope, pages, starts, scale))
+    return ATTEND_LATENT(AttendLatent(q_latent, q_rope, pages, starts, scale, sinks))
 
 
 def _check(first: Tensor, width: int) -> None:

@@ -28,6 +28,7 @@ class AttendLatent(NamedTuple):
     pages: LatentCodes
     starts: Tensor
     scale: float
+    sinks: Tensor | None = None
 
 
 class Append(NamedTuple):

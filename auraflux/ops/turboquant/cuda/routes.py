@@ -114,6 +114,8 @@ def _dequantized(call: Attend) -> Tensor:
 def _not_latents(call: AttendLatent) -> str | None:
     """Return why tokens and quantized latents do not fit the decode kernels."""
     pages, keys, tokens = call.pages, call.pages.rope, call.q.shape[0]
+    if call.sinks is not None:
+        return "attention sinks"
     if tokens > mla_head_columns.MOST_TOKENS * pages.lengths.shape[0] and not is_invariant():
         return f"{tokens} new tokens; the route serves up to {mla_head_columns.MOST_TOKENS} per sequence"
     if pages.bits not in mla_head_columns.BITS:
@@ -281,9 +283,9 @@ ATTEND: Routes[Attend, Tensor] = Routes(
 )
 ATTEND_LATENT: Routes[AttendLatent, Tensor] = Routes(
     Route("no new tokens", _refuses_no_queries, lambda call: torch.empty_like(call.q), invariant=True),
-    Route("mla_columns", _refuses_columns, lambda call: mla_head_columns.attend_code_columns(*call), invariant=True),
-    Route("mla_rows", _refuses_rows, lambda call: mla_head_rows.attend_code_rows(*call), invariant=True),
-    Route("latents_mma", _refuses_latents_mma, lambda call: mla_mma.attend_latent_codes(*call)),
+    Route("mla_columns", _refuses_columns, lambda call: mla_head_columns.attend_code_columns(*call[:-1]), invariant=True),
+    Route("mla_rows", _refuses_rows, lambda call: mla_head_rows.attend_code_rows(*call[:-1]), invariant=True),
+    Route("latents_mma", _refuses_latents_mma, lambda call: mla_mma.attend_latent_codes(*call[:-1])),
     Route("flash_codes", _never, lambda call: prefill_flash_codes_launch.attend_latent(*call)),
 )
 APPEND: Routes[Append, None] = Routes(

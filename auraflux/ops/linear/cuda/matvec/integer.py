@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.gpu.blocks.codes import constants, operands
+from auraflux.ops.gpu.blocks.codes import constants, form_of, operands
 from auraflux.ops.gpu.blocks.dot_integer import integer_row_sums
 from auraflux.ops.gpu.blocks.elementwise import silu
 from auraflux.ops.gpu.blocks.integer_products import FORMS, UNIT
@@ -78,7 +78,7 @@ def _options(weight: QTensor, rows: int, fewest: int, device: torch.device) -> d
     Fewer rows per program where the GPU would not be filled.
     """
     width = weight.shape[1]
-    block, warps = SHAPES.get((weight.kind, weight.bits), DEFAULT_SHAPE)[rows >= MANY_ROWS]
+    block, warps = SHAPES.get((form_of(weight), weight.bits), DEFAULT_SHAPE)[rows >= MANY_ROWS]
     warps = min(warps, power_of_two(cdiv(width, 32 * UNIT)))
     block = max(1, min(block, power_of_two(rows // (LEAST_PROGRAMS * multiprocessors(device)) or 1)))
     while block > max(1, fewest):
@@ -106,4 +106,4 @@ def refuses(x: Tensor, weight: QTensor) -> str | None:
     """Return why the kernel does not take a weight; None if it does."""
     if x.dtype is not torch.bfloat16:
         return "activations are not bf16"
-    return None if weight.kind in FORMS else f"codes of {weight.kind} are not integers"
+    return None if form_of(weight) in FORMS else f"codes of {weight.kind} are not integers"

@@ -40,8 +40,10 @@ def attend(
     return _finish(_attend(q, None, pages, starts, scale, window, softcap), sinks, pages.seed, q)
 
 
-def attend_latent(q: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
-    return _finish(_attend(q, q_rope, pages, starts, scale), None, pages.seed, q)
+def attend_latent(
+    q: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    return _finish(_attend(q, q_rope, pages, starts, scale), sinks, pages.seed, q)
 
 
 def attend_in_blocks(
