@@ -41,11 +41,13 @@ def afmoe(**changes: Any) -> Any:
     return scale_embeddings(sharpen_routers(AfmoeForCausalLM(AfmoeConfig(**{**SHARED, **EXPERTS, **changes}))))
 
 
-def muse(**changes: Any) -> Any:
+def muse(projector: dict[str, Any] | None = None, **changes: Any) -> Any:
     torch.manual_seed(0)
     # scores and logits in which rounding to 8 bits changes few top tokens
     text = {**SHARED, **ENDS, "qk_scale_factor": 1.3, "output_multiplier": 1.0, "final_logit_softcapping": 60.0, **changes}
-    config = MuseGlimmerConfig(text_config=text, vision_config=VISION, image_token_id=300, video_token_id=301)
+    config = MuseGlimmerConfig(
+        text_config=text, vision_config=VISION, image_token_id=300, video_token_id=301, **projector or {}
+    )
     model = MuseGlimmerForConditionalGeneration(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
