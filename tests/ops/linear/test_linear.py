@@ -9,7 +9,9 @@ from auraflux.ops import embed, gate_up_swiglu, linear, linears
 from auraflux.ops._cases import relative_rms
 from auraflux.ops._dispatch import OPS, activation_bits, exact
 from auraflux.ops.linear._inputs import weight
+from auraflux.ops.linear.cpu import products
 from auraflux.ops.simd.isa import ISA
+from auraflux.ops.simd.threads import set_threads, threads
 from auraflux.quant import QTensor, affine, quantize
 from auraflux.quant.fp8 import from_blocks
 from auraflux.quant.packing import pack
@@ -233,3 +235,19 @@ def test_largest_codes_times_largest_activations_do_not_overflow(bits: int):
         for tokens in (1, 20):
             x = torch.full((tokens, 256), 127.0 * sign)
             assert torch.equal(linear(x, w), torch.full((tokens, 16), sign * 127.0 * 256 * (2**bits - 1)))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("several_from", [1 << 60, 0])
+def test_results_do_not_depend_on_threads_and_jobs(monkeypatch: pytest.MonkeyPatch, tokens: int, several_from: int):
+    monkeypatch.setattr(products, "SEVERAL_FROM", several_from)
+    torch.manual_seed(0)
+    weights = [quantize(torch.randn(rows, 256).bfloat16(), 4, 64).interleave(ISA.lanes) for rows in (530, 16, 100)]
+    x, count = torch.randn(tokens, 256), threads()
+    try:
+        set_threads(1)
+        expected = linears.run(x, weights)
+    finally:
+        set_threads(count)
+    for found, each in zip(linears.run(x, weights), expected, strict=True):
+        assert torch.equal(found, each)

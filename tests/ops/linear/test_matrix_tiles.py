@@ -10,6 +10,7 @@ import torch
 from llvmlite import ir
 
 from auraflux.ops.linear.cpu import matrix_tiles
+from auraflux.ops.linear.cpu import products as product_lists
 from auraflux.ops.linear.cpu.matrix_tiles import FULL, HALF, MATRIX_FROM, SUMS, TOKENS
 from auraflux.ops.linear.cpu.products import FIELDS, Driver, driver, multiply, padded
 from auraflux.ops.simd import amx, isa
@@ -93,7 +94,9 @@ def test_wide_weights_are_unpacked_in_pieces_and_tokens_pass_in_panels(monkeypat
 
 
 @needs_tiles
-def test_one_thread_and_all():
+@pytest.mark.parametrize("several_from", [1 << 60, 0])
+def test_one_thread_and_all(monkeypatch: pytest.MonkeyPatch, several_from: int):
+    monkeypatch.setattr(product_lists, "SEVERAL_FROM", several_from)
     torch.manual_seed(0)
     weight, x, count = weight_of(530, 256), torch.randn(33, 256), threads()
     try:
@@ -117,10 +120,13 @@ def test_extreme_activations(value: float):
 
 
 @needs_tiles
-def test_scattered_tokens_of_several_products():
+@pytest.mark.parametrize("several_from", [1 << 60, 0])
+@pytest.mark.parametrize("width", [128, 512])
+def test_scattered_tokens_of_several_products(monkeypatch: pytest.MonkeyPatch, width: int, several_from: int):
     """As the experts of a mixture: each product has its own tokens, some too few for tiles."""
+    monkeypatch.setattr(product_lists, "SEVERAL_FROM", several_from)
     torch.manual_seed(0)
-    rows, width, tokens = 48, 128, 30
+    rows, tokens = 48, 30
     weights = [weight_of(rows, width).interleave(ISA.lanes) for _ in range(4)]
     x, counts = torch.randn(tokens, width), (20, 3, 7, 0)
     indices = [torch.randperm(tokens)[:count] for count in counts]
