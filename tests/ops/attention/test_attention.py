@@ -1,6 +1,7 @@
 """Paged attention against torch and transformers, and invariants that hold for any input."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from auraflux.errors import InputError
 from auraflux.ops._cases import relative_rms
 from auraflux.ops._dispatch import use_backend
 from auraflux.ops.attention._inputs import starts_of
-from auraflux.ops.attention.cases import kv_pages
+from auraflux.ops.attention.cases import kv_pages, queries
 from auraflux.ops.attention.pages import KVPages
 from auraflux.ops.attention.reference import append_kv, attention, merge_partials
 
@@ -338,3 +339,16 @@ def test_mismatched_partials_are_rejected():
         merge_partials(o, torch.zeros(2, 3), torch.zeros(2, 2))
     with pytest.raises(InputError, match="'o' has dtype bfloat16; float32"):
         merge_partials(o.bfloat16(), torch.zeros(2, 3), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize(("kilobytes", "stages"), [(227, 3), (163, 3), (99, 2)])
+def test_tiles_fit_the_shared_memory_of_the_gpu(kilobytes: int, stages: int, monkeypatch: pytest.MonkeyPatch):
+    flash_paged = pytest.importorskip("auraflux.ops.attention.cuda.flash_paged")
+    options: list[dict[str, Any]] = []
+    monkeypatch.setattr(flash_paged, "launch", lambda kernel, grid: lambda *args, **given: options.append(given))
+    monkeypatch.setattr(flash_paged, "launch_merge", lambda *args: None)
+    monkeypatch.setattr(flash_paged, "shared_nbytes", lambda device: kilobytes << 10)
+    args = queries([4096], [64], (32, 8), 128, page=64, dtype=torch.float16)
+    pages = args["pages"]
+    flash_paged.attend(args["q"], None, (pages.k, pages.v), pages, args["starts"], args["scale"], torch.empty_like(args["q"]))
+    assert options[0]["num_stages"] == stages

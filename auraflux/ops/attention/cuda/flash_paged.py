@@ -20,7 +20,7 @@ from auraflux.ops.gpu.blocks.flash import (
 )
 from auraflux.ops.gpu.blocks.pages import index_of, place_keys
 from auraflux.ops.gpu.blocks.softmax import LOG2E, Partials, empty_partials, launch_merge, online_softmax, softcap_log2
-from auraflux.ops.gpu.device import ready
+from auraflux.ops.gpu.device import ready, shared_nbytes
 from auraflux.ops.gpu.launch import launch
 from auraflux.ops.gpu.sizes import power_of_two
 
@@ -192,9 +192,10 @@ def attend(
     launch_shape = shape_for(
         tokens, sequences, group, key_heads, widths, wide, table_width * page, q.device, 32 if latent else 128
     )
-    if recent is not None:
-        # recent keys take registers: three stages do not fit
-        launch_shape = launch_shape._replace(stages=2)
+    stages, queries, tile = launch_shape.stages, launch_shape.rows * padded[0], launch_shape.keys * sum(padded)
+    # recent keys take registers, and an RTX card has 99 KB
+    if recent is not None or (queries + stages * tile) * q.element_size() > shared_nbytes(q.device):
+        stages = 2
     unsplit = launch_shape.splits == 1 and isinstance(out, Tensor)
     parts = None if unsplit else empty_partials(tokens * heads, launch_shape.splits, result, q.device)
     launch(attend_pages, (launch_shape.tiles, key_heads, launch_shape.splits))(
@@ -209,7 +210,7 @@ def attend(
             unsplit=unsplit,
         ),
         num_warps=launch_shape.warps,
-        num_stages=launch_shape.stages,
+        num_stages=stages,
     )
     if parts is not None:
         launch_merge(parts, sinks, out, heads)

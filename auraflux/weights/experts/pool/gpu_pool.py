@@ -174,9 +174,8 @@ class GpuExpertPool:
             return
         if self.plan.cpu:
             self.share_with_cpu()
-        if self._split is None:
-            self.prefetch = Prefetch(lambda: self.pool)
-            self._pool = replace(self.pool, side_copies=self.prefetch)
+        self.prefetch = Prefetch(lambda: self.pool)
+        self._pool = replace(self.pool, side_copies=self.prefetch)
 
     def _finish_disk(self, tier: DiskTier, memory: Tensor, sizes: list[int]) -> None:
         """Start the threads that read experts from disk; the slots are filled by the first tokens."""
