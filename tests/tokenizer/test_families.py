@@ -54,7 +54,7 @@ PUBLISHED = {
 UNPUBLISHED = {
     *("afmoe", "axk1", "exaone_moe", "laguna", "mellum", "mimo_v2_flash", "muse_glimmer", "muse_glimmer_text"),
     *("cohere2_moe", "deepseek_v2", "granitemoe", "granitemoeshared", "granitemoehybrid", "hunyuan_v1_moe", "kolibri1"),
-    "granitemoe_swa",
+    *("dbrx", "granitemoe_swa", "hy_v4"),
     *("axk2", "bailing_hybrid", "flex_olmo", "llama4", "llama4_text", "minimax", "phimoe"),
     *("lfm2_moe", "longcat_flash", "minimax_m3_vl", "minimax_m3_vl_text", "step3p5", "step3p7"),
 }

@@ -15,6 +15,7 @@ from auraflux.ops._dispatch import check_dense, check_dtype, check_floating, che
 from auraflux.ops.norm.reference import check_eps
 
 MOST_ROUNDS = 1000  # of Sinkhorn normalisation
+MOST_STREAMS = 64
 
 
 def _check_mixes(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, width: int, scales: int) -> None:
@@ -31,8 +32,8 @@ def _check_start(x: Tensor, count: int) -> None:
     check_dense(x=x)
     check_floating(x=x)
     check_shape("x", x, None, None)
-    if count < 1:
-        raise InputError(f"count is {count}; at least one stream is needed.")
+    if not 1 <= count <= MOST_STREAMS:
+        raise InputError(f"count is {count}; it must be from 1 to {MOST_STREAMS}.")
 
 
 @op(check=_check_start)

@@ -110,6 +110,26 @@ def test_pairs_of_weights_are_operands_of_a_step():
     assert close(made["WEIGHTS_SCALE"] * accumulators(c), weights @ x.T)
 
 
+def test_half_pairs_of_weights_are_operands_of_two_steps():
+    machine = Hopper(Device())
+    made, lane = functions(machine, "mma_int4"), machine.tid
+    codes, x, scales = codes_of(16, 64, 4), drawn(8, 64), np.abs(drawn(16, 1))[:, 0]
+    biases = widen(narrow(-7.5 * scales))
+    words = packed(codes, 4).view(np.int32).reshape(16, 8)
+    machine.memory[512:576] = narrow(np.concatenate([scales, biases])).view(np.uint8)
+    machine.memory[1024:2048] = narrow(x).view(np.uint8).reshape(-1)
+    g, t = lane // 4, lane % 4
+    lines = [made["scaled_line"](512 + 2 * row, 32) for row in (g, g + 8)]
+    c = [machine.lanes(0, np.float32)] * 4
+    for half in range(2):
+        a = made["half_weight_pairs"](words[g, 2 * t + half], words[g + 8, 2 * t + half], *lines)
+        b = made["load_half_x"](1024 + g * 128 + t * 32 + half * 16)
+        for step in range(2):
+            c = made["mma_bf16"](c, a[4 * step : 4 * step + 4], b[2 * step], b[2 * step + 1])
+    weights = widen(narrow(codes * scales[:, None] + biases[:, None]))
+    assert close(made["WEIGHTS_SCALE"] * accumulators(c), weights @ x.T)
+
+
 @pytest.mark.parametrize("summed", [False, True])
 def test_inputs_are_added_and_normalised_as_they_are_loaded(summed: bool):
     device = Device()
