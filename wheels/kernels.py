@@ -29,7 +29,8 @@ from auraflux.quant import QTensor, gguf_blocks, super_blocks
 CACHES = ("k4v4", "k8v4", "k8v8", "none")
 AFFINE = [(bits, group, torch.bfloat16) for bits in (4, 8) for group in (32, 64)] + [(4, 128, torch.float16)]
 GGUF = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
-BUILT_IN, BUILT_IN_WIDTH = "Q4_1", 576  # format and hidden width of the built-in model
+# formats of the built-in model's layers and of its embeddings, and its hidden width
+BUILT_IN, BUILT_IN_EMBEDDINGS, BUILT_IN_WIDTH = "Q4_1", "Q8_0", 576
 SMALL = {"hidden_size": 1024, "intermediate_size": 512, "vocab_size": 512}
 FEW_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
 DENSE = [
@@ -72,6 +73,7 @@ def kernels() -> Iterator[Kernel]:
             yield from _of_model(config, BUILT_IN, kv)
     for kv in CACHES:
         yield from _of_model({**DENSE[0], "hidden_size": BUILT_IN_WIDTH}, BUILT_IN, kv)
+    yield from _of_model({**DENSE[0], "hidden_size": BUILT_IN_WIDTH}, BUILT_IN_EMBEDDINGS, "none")
     for kv in ("k4v4", "none"):
         yield from _of_model(DENSE[0], BUILT_IN, kv, exact=True)
     for form in (*AFFINE, *GGUF):
