@@ -107,8 +107,7 @@ class GraphRunner:
     @property
     def supports_prefill(self) -> bool:
         """Return whether prompts go through `prefill`; also with graphs switched off, so that the results stay the same."""
-        on_gpu = self.runner.device.type == "cuda" and self.runner.single_rank
-        return on_gpu and self.prefill_refused is None and self.refused in (None, SWITCHED_OFF)
+        return self.on_one_gpu and self.prefill_refused is None and self.refused in (None, SWITCHED_OFF)
 
     def captures(self, tokens: int) -> bool:
         """Return whether steps of so many tokens may be captured."""

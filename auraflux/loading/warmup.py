@@ -53,7 +53,7 @@ class Warmup:
     @property
     def in_background(self) -> bool:
         """Return whether some parts may wait until no request runs: a GPU's steps run without graphs until then."""
-        # a step with experts on disk reads them, beside requests too
+        # steps with experts on disk read them, which would delay requests
         return bool(self.batches) and compiles_ahead(self.loaded) and self.loaded.engine.graphs.runs_ahead
 
     def run(self, report: Report, parts: int | None = None) -> None:
